@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from trainer_client.loops.fsdp import prepare_fsdp
     from trainer_client.loops.loss_weight import labels_per_rank
     from trainer_client.models.at_home import at_home
-    from trainer_client.options import Placement, SessionOptions
+    from trainer_client.options import Placement
     from trainer_client.pipelines.deferred_weights import defer_weights
     from trainer_client.pipelines.pipelining import Pipeline, schedule_of
     from trainer_client.pipelines.stage_seconds import measure_stages
     from trainer_client.session import Session
+    from trainer_client.session_options import SessionOptions
     from trainer_client.step.lane import in_nano_batch
     from trainer_client.step.operation import core_attention
     from trainer_client.step.ping_pong import PingPong
@@ -41,7 +42,7 @@ _MODULES = {
     "Session": "trainer_client.session",
     "SessionClosed": "trainer_client.errors",
     "SessionError": "trainer_client.errors",
-    "SessionOptions": "trainer_client.options",
+    "SessionOptions": "trainer_client.session_options",
     "StepReport": "trainer_client.step.step_report",
     "TraceEvent": "trainer_client.step.step_report",
     "at_home": "trainer_client.models.at_home",

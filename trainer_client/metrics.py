@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from core_attention.ca_task import Phase
 from distca.metric_table import Label, Table, counter, gauge, histogram
-from trainer_client.step.tick_wait import TickWait
 
 OWN_PROCESS = "none"
 """Label ``transport`` of rows that do not travel: those of the rank's own in-place server."""
@@ -45,6 +44,21 @@ class ServedTasks:
     tasks: int
     q_rows: int
     kv_rows: int
+
+
+@dataclass(frozen=True)
+class TickWait:
+    """One complete tick, and how long it held up the rank.
+
+    Attributes:
+        phase: forward or backward.
+        flight_seconds: from the rows' going to the arrival of the last reply.
+        exposed_seconds: how long of that nothing else was computed.
+    """
+
+    phase: Phase
+    flight_seconds: float
+    exposed_seconds: float
 
 
 _PREFIX = "distca_trainer"

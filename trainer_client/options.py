@@ -1,14 +1,11 @@
-"""Options of a session."""
+"""Options of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from attention_node.settings import check_device, device_name
 from core_attention.ca_task import MaskKind
@@ -54,7 +51,7 @@ class Placement(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
+class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     """What a rank must know to join a job; timeouts, planning, integrity and TLS are described
     where they are declared, in :mod:`distca.contract.settings`.
 
@@ -191,39 +188,6 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         for holds, why in refusals:
             if self.cut_documents and holds:
                 raise ValueError(f"cut_documents is True, and {why}; leave it out")
-
-    @classmethod
-    def for_model(
-        cls, model: nn.Module, *, inputs: Mapping[str, Any] | None = None, **options: Any
-    ) -> SessionOptions:
-        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` are found by one
-        forward of a few tokens. The model is left as it was, and nothing is sent.
-
-        Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
-        its steps are, and before its weights are sharded by ``fully_shard``.
-        DistributedDataParallel, PingPong, ``torch.compile`` and adapters may be around it.
-
-        Under tensor parallelism call it after that was applied, on all ranks of a group together:
-        ``shape`` is then what one rank has, and ``tensor_parallel_ranks`` are found too.
-
-        Args:
-            model: what calls core attention.
-            inputs: keyword arguments of one forward; not needed for models of transformers.
-            options: of the session. Those that the probe finds are checked against it.
-
-        Raises:
-            SessionError: the model's weights are sharded by ``fully_shard`` or on the meta device,
-                it does not call core attention, or its calls differ in shape, dtype or scale; the
-                heads cannot be divided among tensor-parallel ranks, or these disagree.
-            ValueError: an option has an invalid value or contradicts the model, or ``inputs`` are
-                needed.
-        """
-        # The probe stands on ping-pong, which stands on this module.
-        from trainer_client.loops.tensor_parallel import with_group
-        from trainer_client.models.probe import probe_model
-
-        found = probe_model(model, inputs)
-        return cls(**with_group(model, found.complete(options)))
 
     @property
     def checks_results(self) -> bool:

@@ -36,22 +36,22 @@ from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import forget_step
-from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
+from trainer_client.link.planned_step import PlannedStep
 from trainer_client.link.pool_transports import transport_of
 from trainer_client.loops.collectives import HostMeetings
-from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import Placement, SessionOptions
+from trainer_client.metrics import TickWait, TrainerMetrics
+from trainer_client.options import Placement, RankOptions
+from trainer_client.step.examiner import Examiner
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
 from trainer_client.step.neighbours import Neighbours
-from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
 from trainer_client.step.step_report import StepReport
-from trainer_client.step.tick_wait import TickWait, lengths
+from trainer_client.step.tick_wait import lengths
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Session:
     and run the in-place server.
     """
 
-    def __init__(self, options: SessionOptions) -> None:
+    def __init__(self, options: RankOptions) -> None:
         self.options = options
         self._process = os.getpid()
         self.metrics_registry = process_registry("trainer")
@@ -181,7 +181,7 @@ class Session:
         )
 
     @classmethod
-    def open(cls, options: SessionOptions) -> Session:
+    def open(cls, options: RankOptions) -> Session:
         """Joins the job; returns at once, whether or not the other ranks have joined.
 
         If an earlier job has the name whose processes may be gone, such as those before a restart,

@@ -22,11 +22,11 @@ from core_attention.arrays import exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase
 from core_attention.host_copies import on_device
 from core_attention.kernels.launcher import LauncherError
+from core_attention.kernels.own import own_kernel, shape_of
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from trainer_client.integrity.answer import Answer, Tensors
-from trainer_client.step.home_kernel import home_kernel, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _compute(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Te
     batch = TaskBatch(
         frozen(begin), frozen(begin + length), frozen(zeros), frozen(k_end), frozen(zeros)
     )
-    kernel, lock = home_kernel(device)
+    kernel, lock = own_kernel(device)
     kernel.check(shape_of(rows["q"], rows["k"], rows["v"]), rule)
     of_rows = (rows["q"], rows["k"], rows["v"])
     with lock:

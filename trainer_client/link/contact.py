@@ -9,7 +9,7 @@ from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.server_loss import ServerLoss, cause_to_proto
 from distca.v1 import jobs_pb2, membership_pb2
-from trainer_client.step.planned_step import HandedInStep
+from trainer_client.link.planned_step import HandedInStep
 
 
 class RankContact(Contact):

@@ -26,7 +26,7 @@ from distca.v1 import jobs_pb2, membership_pb2
 from trainer_client.errors import SessionClosed
 from trainer_client.link.contact import RankContact
 from trainer_client.link.listener import RankListener
-from trainer_client.step.planned_step import HandedInStep, PlannedStep
+from trainer_client.link.planned_step import HandedInStep, PlannedStep
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import ipaddress
 from data_plane.interfaces import ipv4_of, source_towards
 from distca.contract import rpc
 from distca.contract.addresses import hosts_of
-from trainer_client.options import Placement, SessionOptions
+from trainer_client.options import Placement, RankOptions
 
 
-def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str:
+def data_host_of(options: RankOptions, control_plane: rpc.RpcSettings) -> str:
     """The address that the rank listens at, whose network interface UCX is to use: ``data_host``,
     with one exception.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from distca.v1 import jobs_pb2
-from trainer_client.step.planned_step import HandedInStep, PlannedStep
+from trainer_client.link.planned_step import HandedInStep, PlannedStep
 
 
 class RankListener(Protocol):

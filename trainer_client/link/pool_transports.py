@@ -10,10 +10,10 @@ from data_plane.transports import resolve_transport
 from distca.contract import rpc
 from distca.contract.reconnect import Addresses, reach
 from trainer_client.link.contact import RankContact
-from trainer_client.options import Placement, SessionOptions
+from trainer_client.options import Placement, RankOptions
 
 
-def transport_of(options: SessionOptions, settings: rpc.RpcSettings) -> TransportChoice:
+def transport_of(options: RankOptions, settings: rpc.RpcSettings) -> TransportChoice:
     """The transport of a rank.
 
     Args:

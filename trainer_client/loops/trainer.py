@@ -29,8 +29,8 @@ from trainer_client.errors import SessionError
 from trainer_client.loops.feed import LastBatch, manifest_of_step
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.probe import probe_model
-from trainer_client.options import SessionOptions
 from trainer_client.session import Session
+from trainer_client.session_options import SessionOptions
 from trainer_client.turns.whole_rows import turns_inside
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from core_attention.kernels.own import own_kernel, shape_of
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.row_dots import row_dots
 from core_attention.score_rule import ScoreRule
@@ -15,7 +16,6 @@ from core_attention.tensor_checks import check_qkv
 from trainer_client.hooks.graphs import outside_graphs
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.home_kernel import home_kernel, shape_of
 from trainer_client.step.home_tasks import HomeTasks, KeyRun
 from trainer_client.step.once import differentiable_once
 from trainer_client.step.replies import Tensors
@@ -71,7 +71,7 @@ def attend_at_home(
     """
     shape = shape_of(q, k, v)
     check_qkv(q, k, v, shape, n_rows)
-    kernel, _ = home_kernel(q.device)
+    kernel, _ = own_kernel(q.device)
     kernel.check(shape, call.rule)
     o, lse, link = _AtHome.apply(q, k, v, link, call, keep)  # type: ignore[no-untyped-call]
     return o, lse, link
@@ -90,7 +90,7 @@ class _AtHome(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         o = v.new_empty((len(q), q.shape[1], v.shape[2]))
         lse = q.new_empty((len(q), q.shape[1]), dtype=torch.float32)
-        kernel, lock = home_kernel(q.device)
+        kernel, lock = own_kernel(q.device)
         if call.edges is not None:
             call.edges.give(k, v)
         for keys, tasks in _by_keys(call, k, v):
@@ -114,7 +114,7 @@ class _AtHome(torch.autograd.Function):
         do, delta = output_gradients(o, do, dlse)
         dq = torch.empty_like(q)
         gradients = _zero_gradients(k, v)
-        kernel, lock = home_kernel(q.device)
+        kernel, lock = own_kernel(q.device)
         if call.edges is not None:
             call.edges.begin_backward()
         for keys, tasks in _by_keys(call, k, v):

@@ -43,7 +43,7 @@ from data_plane.transport import (
 from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from trainer_client.errors import CoreAttentionFailed, SessionClosed
-from trainer_client.options import SessionOptions
+from trainer_client.options import RankOptions
 from trainer_client.step.edge_keys import EdgeMessage
 from trainer_client.step.replies import Tensors
 
@@ -125,7 +125,7 @@ class Neighbours:
 
     def __init__(
         self,
-        options: SessionOptions,
+        options: RankOptions,
         job: Job,
         transport: Transport,
         pool: BufferPool,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from core_attention.kernels.own import shape_of
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
@@ -30,7 +31,6 @@ from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
-from trainer_client.step.home_kernel import shape_of
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
 from trainer_client.step.once import differentiable_once

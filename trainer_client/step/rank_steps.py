@@ -31,8 +31,8 @@ from distca.contract.codec import rank_manifest_to_proto
 from distca.contract.server_loss import LossCause, ServerLoss
 from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
-from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
+from trainer_client.link.planned_step import HandedInStep, PlannedStep
 from trainer_client.machine.instructions import (
     AbandonOwnServer,
     CloseConnections,
@@ -56,16 +56,16 @@ from trainer_client.machine.instructions import (
 )
 from trainer_client.machine.outlines import PlanOutline
 from trainer_client.machine.rank import RankMachine
-from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import SessionOptions
+from trainer_client.metrics import TickWait, TrainerMetrics
+from trainer_client.options import RankOptions
+from trainer_client.step.examiner import Examiner
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.neighbours import Neighbours
-from trainer_client.step.planned_step import HandedInStep, PlannedStep
 from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger, Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
-from trainer_client.step.tick_wait import DeviceWait, TickWait
+from trainer_client.step.tick_wait import DeviceWait
 from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class RankSteps:
 
     def __init__(
         self,
-        options: SessionOptions,
+        options: RankOptions,
         link: ControlLink,
         servers: ServerLinks,
         in_place: TickServer,

@@ -31,7 +31,7 @@ from data_plane.transport import (
     TransportError,
 )
 from distca.contract.server_loss import LossCause
-from trainer_client.integrity.examiner import Examiner
+from trainer_client.step.examiner import Examiner
 from trainer_client.step.exchanges import Exchange
 
 Tensors = Mapping[str, torch.Tensor]

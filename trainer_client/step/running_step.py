@@ -20,18 +20,18 @@ from core_attention.plan import Plan
 from core_attention.tick import Tick
 from distca.contract.server_loss import LossCause
 from trainer_client.errors import SessionError
+from trainer_client.link.planned_step import PlannedStep
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.outlines import LaneOutline
 from trainer_client.machine.step import StepMachine
-from trainer_client.metrics import OWN_PROCESS, ServedTasks
+from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait
 from trainer_client.step.edge_keys import EdgeExchange, EdgeMessage
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
-from trainer_client.step.tick_wait import DeviceWait, TickWait
+from trainer_client.step.tick_wait import DeviceWait
 
 
 class Ticks(Protocol):

@@ -24,7 +24,7 @@ from data_plane.transport import (
 from distca.contract.addresses import split_address
 from distca.v1 import data_plane_pb2
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import SessionOptions
+from trainer_client.options import RankOptions
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ServerLinks:
     def __init__(
         self,
         transport: Transport,
-        options: SessionOptions,
+        options: RankOptions,
         make_hello: MakeHello,
         token: Callable[[], bytes],
         metrics: TrainerMetrics,

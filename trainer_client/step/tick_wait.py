@@ -17,23 +17,9 @@ from typing import Final
 import torch
 
 from core_attention.ca_task import Phase
+from trainer_client.metrics import TickWait
 
 _LOOK_SECONDS: Final = 1e-4
-
-
-@dataclass(frozen=True)
-class TickWait:
-    """One complete tick, and how long it held up the rank.
-
-    Attributes:
-        phase: forward or backward.
-        flight_seconds: from the rows' going to the arrival of the last reply.
-        exposed_seconds: how long of that nothing else was computed.
-    """
-
-    phase: Phase
-    flight_seconds: float
-    exposed_seconds: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,12 @@ from tests.support.service_harness import (
     rank_manifest,
     server_description,
 )
-from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
+from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import SessionOptions
+from trainer_client.session_options import SessionOptions
+from trainer_client.step.examiner import Examiner
 from trainer_client.step.neighbours import Neighbours
-from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.servers import ServerLinks
 

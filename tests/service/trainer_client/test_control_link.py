@@ -23,7 +23,7 @@ from tests.support.service_harness import (
     running,
 )
 from trainer_client.errors import PlanNotReady, SessionClosed
-from trainer_client.step.planned_step import PlannedStep
+from trainer_client.link.planned_step import PlannedStep
 
 
 def settings(address: str) -> rpc.RpcSettings:

@@ -13,7 +13,7 @@ from core_attention.shape import parse_shape
 from distca.contract.identity import Identity, Role, identity_of
 from distca.local.settings import LocalSettings
 from distca.train.settings import ServiceSettings
-from trainer_client.options import SessionOptions
+from trainer_client.session_options import SessionOptions
 
 
 @pytest.mark.parametrize("role", Role)

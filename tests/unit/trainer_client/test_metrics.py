@@ -8,8 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from core_attention.ca_task import Phase
-from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
-from trainer_client.step.tick_wait import TickWait
+from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait, TrainerMetrics
 
 OWN = "train.rank-3"
 

@@ -142,7 +142,7 @@ def test_server_is_blamed_once_where_no_kernel_can_tell(
     def none(device: torch.device) -> None:
         raise error(f"no kernel on {device}")
 
-    monkeypatch.setattr(result_checks, "home_kernel", none)
+    monkeypatch.setattr(result_checks, "own_kernel", none)
     answer = damaged(answer_of(two_documents_at_home(), Phase.FORWARD), "o", 0)
     checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
     assert checker.fault(answer) is not None

@@ -17,7 +17,7 @@ from distca.v1 import data_plane_pb2
 from tests.service.fuzz.loopback import LoopbackConnection
 from tests.unit.trainer_client.answers import SHAPE, one_document_over_two_ranks
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import SessionOptions
+from trainer_client.session_options import SessionOptions
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 
 from core_attention.ca_task import Phase
-from trainer_client.step.tick_wait import DeviceWait, TickWait, lengths
+from trainer_client.metrics import TickWait
+from trainer_client.step.tick_wait import DeviceWait, lengths
 
 
 class Moment:

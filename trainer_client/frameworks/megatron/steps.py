@@ -29,8 +29,8 @@ from trainer_client.frameworks.megatron.one_lane import unwrapped
 from trainer_client.frameworks.megatron.pipelines import pipelining_of
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.loops.held_batch import own_copy
-from trainer_client.options import SessionOptions
 from trainer_client.session import Session
+from trainer_client.session_options import SessionOptions
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.manifests import manifest_from_cu_seqlens
 from trainer_client.step.running_step import RunningStep

@@ -35,9 +35,9 @@ from trainer_client.frameworks.versions import UnsupportedSetting, of_all_ranks,
 from trainer_client.hooks.untouched import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.probe import Recorder, ServedAttention
-from trainer_client.options import SessionOptions
 from trainer_client.pipelines.pipelining import Pipeline
 from trainer_client.session import Session
+from trainer_client.session_options import SessionOptions
 
 logger = logging.getLogger(__name__)
 

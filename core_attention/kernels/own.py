@@ -24,6 +24,6 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShap
 
 
 @functools.cache
-def home_kernel(device: torch.device) -> tuple[Kernel, threading.Lock]:
+def own_kernel(device: torch.device) -> tuple[Kernel, threading.Lock]:
     """The process's own kernel on ``device``, and what a thread holds while it calls it."""
     return select_kernel(device), threading.Lock()
