@@ -50,8 +50,7 @@ from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
-from trainer_client.step.step_report import StepReport
-from trainer_client.step.tick_wait import lengths
+from trainer_client.step.step_report import StepReport, lengths
 
 logger = logging.getLogger(__name__)
 

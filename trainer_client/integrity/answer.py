@@ -58,7 +58,7 @@ class Answer:
         return runs_to_rows(row[mine], length[mine])
 
     def spans_ranks(self, document: int) -> bool:
-        """Whether other ranks hold rows of ``document``."""
+        """Return whether other ranks hold rows of ``document``."""
         held = self.plan.manifest.held
         ranks = held.rank[held.document == document]
         return bool((ranks != self.route.rank).any())

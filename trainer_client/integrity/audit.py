@@ -60,8 +60,8 @@ eight roundings are allowed.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What the audit of one task showed.
+class AuditFinding:
+    """The outcome of the audit of one task.
 
     Attributes:
         server_id: who ran it.
@@ -129,9 +129,6 @@ class Auditor:
         device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
             own, so that copies do not wait for the model's kernels.
         random: draws tasks and rows; None: one of the session's own, from the system's entropy.
-
-    Raises:
-        ValueError: ``rate`` is no share.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class Auditor:
         *,
         scale: float,
         rule: ScoreRule = PLAIN,
-        on_finding: Callable[[Finding], None],
+        on_finding: Callable[[AuditFinding], None],
         device: torch.device,
         random: np.random.Generator | None = None,
     ) -> None:
@@ -184,8 +181,8 @@ class Auditor:
         self._thread.join(max(deadline - time.monotonic(), 0.0))
 
     def choose(self, answer: Answer) -> Iterator[Sample]:
-        """What to recompute of ``answer``, in random order: where audits fall behind, the last ones
-        are skipped."""
+        """The tasks to recompute of ``answer``, in random order: where audits fall behind, the last
+        ones are skipped."""
         route, tasks = answer.route, answer.plan.tasks(answer.tick.phase)
         chosen = np.flatnonzero(self._random.random(len(route.task)) < self._rate)
         inputs = Unwritten(answer.tick, answer.inputs)
@@ -237,7 +234,7 @@ class Auditor:
                 # Not kept while the thread waits for the next one.
                 del sample
 
-    def _audit(self, sample: Sample) -> Finding:
+    def _audit(self, sample: Sample) -> AuditFinding:
         answer = sample.answer
         tolerance = TOLERANCES[answer.inputs["q"].dtype]
         worst, name = 0.0, ""
@@ -248,7 +245,7 @@ class Auditor:
             if largest > worst:
                 worst, name = largest, result
         document_id = answer.plan.manifest.document_id[sample.document]
-        return Finding(
+        return AuditFinding(
             server_id=answer.server_id,
             tick=answer.tick,
             epoch=answer.plan.epoch,
@@ -297,7 +294,7 @@ def _copy_results(
 
 
 def _all_queries_at_home(answer: Answer, document: int) -> bool:
-    """Whether all queries of ``document`` that the server has are this rank's."""
+    """Return whether all queries of ``document`` that the server has are this rank's."""
     tasks, route = answer.plan.tasks(answer.tick.phase), answer.route
     on_server = (tasks.document == document) & (tasks.server == route.server)
     return int(on_server.sum()) == int((tasks.document[route.task] == document).sum())

@@ -23,7 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a result should be.
+    """A result as it should be.
 
     Attributes:
         value: float32.

@@ -65,10 +65,10 @@ class ResultChecker:
         self._warned_step = -1
 
     def fault(self, answer: Answer) -> str | None:
-        """What is wrong with ``answer`` by the server's fault, in words; None if nothing is.
+        """The fault of the server in ``answer``, in words; None if nothing is.
 
-        Rows of this rank alone tell whose fault it is: they are computed at home once more. Where
-        other ranks' rows went into the result, or it cannot be computed here, nobody can tell. Then
+        Rows of this rank alone show whose fault it is: they are computed at home once more. Where
+        other ranks' rows went into the result, or it cannot be computed here, nobody knows. Then
         the server is blamed once: if another one computes the same, the rows were at fault.
         """
         if answer.tick.phase is Phase.BACKWARD and answer.results["dq"].dtype == torch.float16:
@@ -90,7 +90,8 @@ class ResultChecker:
         return f"{bad.name} is not finite in {bad.where}, though what was sent is"
 
     def _at_home(self, answer: Answer, document: int) -> Tensors | None:
-        """What the server was to compute of ``document``; None if that cannot be found out here."""
+        """The results that the server was to compute of ``document``; None if that cannot be found
+        out here."""
         if answer.spans_ranks(document):
             return None
         try:
@@ -151,9 +152,9 @@ def _all_finite(tensors: Tensors) -> bool:
 
 
 def _compute(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Tensors:
-    """What the server was to compute of a document that lies on this rank alone, by the process's
-    own kernel. Gradients may overflow although all that they are made of is finite; the tasks are
-    the server's, as another sum of parts may overflow elsewhere.
+    """The results that the server was to compute of a document that lies on this rank alone, by the
+    process's own kernel. Gradients may overflow although all that they are made of is finite; the
+    tasks are the server's, as another sum of parts may overflow elsewhere.
 
     Raises:
         ValueError: no kernel runs this here.

@@ -26,7 +26,7 @@ class RankContact(Contact):
     timeouts: Mapping[str, float] = MappingProxyType({})
 
     def pool_transports(self) -> list[str]:
-        """What the pool's servers use, each once."""
+        """The transports that the pool's servers use, each once."""
         answer = self.call(self._jobs.DescribePool, jobs_pb2.DescribePoolRequest())
         return list(answer.transports)
 
@@ -94,7 +94,7 @@ class RankContact(Contact):
         )
 
     def report_step(self, request: jobs_pb2.ReportStepRequest) -> None:
-        """Tells what was measured; fills in job and lease."""
+        """Reports what was measured; fills in job and lease."""
         request.job_id, request.lease_id = self.job_id, self.lease_id
         self.call(self._jobs.ReportStep, request)
 
@@ -135,7 +135,8 @@ class RankContact(Contact):
         return response
 
     def locate(self, rank: int) -> jobs_pb2.LocatedRank | None:
-        """Where another rank of the job listens; None while it has not joined, or is away."""
+        """The place where another rank of the job listens; None while it has not joined, or is
+        away."""
         request = jobs_pb2.LocateRanksRequest(
             job_id=self.job_id, rank_lease_id=self.lease_id, ranks=[rank]
         )

@@ -3,7 +3,7 @@
 Three threads: one renews the rank's lease, one watches the job's events
 (:mod:`distca.contract.lifeline`), one sends manifests and reports so that the training loop never
 waits for gRPC (:mod:`distca.contract.outbox`). Training goes on while the control plane is
-away; the rank comes back to its job with what a control plane that knows nothing must be told.
+away; the rank comes back to its job with what a control plane that knows nothing must get.
 Whatever ends the job is kept in ``failure``, and everybody who waits for the link looks at it.
 """
 
@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from data_plane.transport import Address
 from distca.contract import rpc
@@ -25,7 +26,6 @@ from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2, membership_pb2
 from trainer_client.errors import SessionClosed
 from trainer_client.link.contact import RankContact
-from trainer_client.link.listener import RankListener
 from trainer_client.link.planned_step import HandedInStep, PlannedStep
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,56 @@ StepNews = (
     | jobs_pb2.StepGivenUp
     | jobs_pb2.StepWaiting
 )
-"""What a rank has to tell of a step."""
+"""A report of a rank on a step."""
+_FIELDS = {
+    jobs_pb2.RankMeasurement: "rank",
+    jobs_pb2.ServerMeasurement: "server",
+    jobs_pb2.StepGivenUp: "given_up",
+    jobs_pb2.StepWaiting: "waiting",
+}
+"""The fields of ReportStepRequest by what they hold."""
+
+
+class RankListener(Protocol):
+    """Called on the watching thread, in the order of events; for manifests, on the sending one."""
+
+    @property
+    def epoch(self) -> int:
+        """The highest seen; plans of lower ones are void."""
+
+    @property
+    def position(self) -> tuple[int, Sequence[int]]:
+        """The step before which all have been begun or left out; and if it has been begun itself,
+        how many ticks of each nano-batch have been sent."""
+
+    def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
+        """The manifests of unfinished steps, in order, which the control plane may have to get
+        again."""
+
+    def opened(self, opened: jobs_pb2.JobOpened) -> None:
+        """The job is there; called once, before anything else."""
+
+    def manifest_taken(self, step: int) -> None:
+        """The control plane has the manifest of ``step``."""
+
+    def manifest_refused(self, step: int, why: str) -> None:
+        """The control plane does not take the manifest of ``step``."""
+
+    def planned(self, planned: PlannedStep) -> None:
+        """A plan has come, perhaps again."""
+
+    def failed(self, step: int, why: str) -> None:
+        """A step gets no plan any more."""
+
+    def recover(self, epoch: int, lost: Sequence[str], why: str) -> None:
+        """Plans of epochs below ``epoch`` are void, since the servers ``lost`` are gone; perhaps
+        again. The rank stops, closes its connections and reports its progress."""
+
+    def finished(self, step: int) -> None:
+        """Every rank has finished ``step`` and those before."""
+
+    def broken(self) -> None:
+        """The link has ended; ``failure`` says why."""
 
 
 class ControlLink:
@@ -100,12 +149,12 @@ class ControlLink:
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the job, or None while it runs."""
+        """The error that ended the job, or None while it runs."""
         return self._failure
 
     @property
     def connected(self) -> bool:
-        """Whether the control plane can be reached, as far as is known."""
+        """Return whether the control plane can be reached, as far as is known."""
         return self._lifeline.contact is not None
 
     def open(self, request: jobs_pb2.OpenJobRequest, listener: RankListener) -> None:
@@ -148,15 +197,7 @@ class ControlLink:
         if self._left or self._failure is not None:
             return
         request = jobs_pb2.ReportStepRequest(step=step)
-        match measurement:
-            case jobs_pb2.RankMeasurement():
-                request.rank.CopyFrom(measurement)
-            case jobs_pb2.ServerMeasurement():
-                request.server.CopyFrom(measurement)
-            case jobs_pb2.StepGivenUp():
-                request.given_up.CopyFrom(measurement)
-            case jobs_pb2.StepWaiting():
-                request.waiting.CopyFrom(measurement)
+        getattr(request, _FIELDS[type(measurement)]).CopyFrom(measurement)
         self._outbox.put(f"the report of step {step}", lambda contact: contact.report_step(request))
 
     def report_lost(self, loss: ServerLoss) -> None:
@@ -177,12 +218,7 @@ class ControlLink:
         )
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
-        """The whole plan of a recent step and what all members measured in it so far.
-
-        Raises:
-            distca.contract.rpc.UnknownStep: it is not planned yet, or forgotten.
-            distca.contract.rpc.RpcError: the control plane is away, or fails.
-        """
+        """The whole plan of a recent step and what all members measured in it so far."""
         return self._lifeline.present().fetch_step(step)
 
     def locate(self, rank: int) -> tuple[str, Address] | None:
@@ -199,7 +235,7 @@ class ControlLink:
         return located.server_id, address
 
     def who_is_late(self, step: int) -> str:
-        """Why a step has no plan yet, in words."""
+        """The reason why a step has no plan yet, in words."""
         try:
             job = self._lifeline.present().describe_job()
         except rpc.RpcError as error:
@@ -247,7 +283,7 @@ class ControlLink:
             raise SessionClosed(str(self._failure)) from self._failure
 
     def close(self, error: str) -> None:
-        """Leaves the job; ``error`` tells the other ranks why, empty if all is done."""
+        """Leaves the job; ``error`` is why, for the other ranks; empty if all is done."""
         if self._left:
             return
         self._left = True
@@ -287,7 +323,7 @@ class ControlLink:
         return contact
 
     def _resume(self, contact: RankContact) -> None:
-        """Opens the job again, and tells a control plane that may know nothing the steps."""
+        """Opens the job again, and hands a control plane that may know nothing the steps."""
         request = jobs_pb2.OpenJobRequest()
         request.CopyFrom(self._request)
         request.resume.job_id, request.resume.epoch = self.job_id, self._present.epoch

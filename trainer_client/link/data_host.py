@@ -1,4 +1,4 @@
-"""Which address of this machine a rank exchanges rows at."""
+"""The address of this machine at which a rank exchanges rows."""
 
 from __future__ import annotations
 

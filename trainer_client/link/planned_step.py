@@ -1,4 +1,4 @@
-"""What a rank hands in for a step, and what it gets back."""
+"""A step as a rank hands it in, and as it comes back planned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedStep:
     first_tick: Int64Array
 
     def first_ticks(self, rank: int, n_nano_batches: int) -> tuple[int, ...]:
-        """By nano-batch, the first tick of its lane in which rows of ``rank`` are exchanged;
+        """The first tick, by nano-batch, of its lane in which rows of ``rank`` are exchanged;
         beyond all ticks if it has none there."""
         manifest = self.plan.manifest
         first = np.full(n_nano_batches, np.iinfo(np.int64).max)

@@ -1,4 +1,4 @@
-"""What the servers of the pool use, which a rank must know before it opens its own transport."""
+"""The transport of the pool's servers, which a rank must know before it opens its own transport."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def transport_of(options: RankOptions, settings: rpc.RpcSettings) -> TransportCh
 
 
 def pool_transports(settings: rpc.RpcSettings) -> frozenset[TransportName]:
-    """The transports of the pool's servers; empty if it has none.
-
-    Raises:
-        distca.contract.rpc.RpcError: the control plane cannot be reached.
-    """
+    """The transports of the pool's servers; empty if it has none."""
     told = reach(
         _ask,
         Addresses(settings),

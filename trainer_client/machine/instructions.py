@@ -1,4 +1,4 @@
-"""What a rank is to do, in this order, without holding a lock."""
+"""The instructions that a rank carries out, in this order, without holding a lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_client.machine.outlines import Cause, Plan, PlanOutline
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank is in a step.
+    """The progress of a rank in a step.
 
     Attributes:
         complete_ticks: by nano-batch, how many ticks are complete, from the first on.
@@ -40,7 +40,7 @@ class PlanOwnServer(Generic[Plan]):
 
 @dataclass(frozen=True, slots=True)
 class RecoverOwnServer:
-    """Tell this process's own server, and the log, that plans of lower epochs are void."""
+    """Report to this process's own server, and to the log, that plans of lower epochs are void."""
 
     epoch: int
     why: str
@@ -48,7 +48,7 @@ class RecoverOwnServer:
 
 @dataclass(frozen=True, slots=True)
 class AbandonOwnServer:
-    """Tell this process's own server that this rank goes on with ``first_step``."""
+    """Report to this process's own server that this rank goes on with ``first_step``."""
 
     first_step: int
 
@@ -100,7 +100,8 @@ class ReportReplay:
 
 @dataclass(frozen=True, slots=True)
 class EndLane:
-    """Tell servers that this rank sends nothing of the lane of ``first`` any more, from it on."""
+    """Report to servers that this rank sends nothing of the lane of ``first`` any more, from it
+    on."""
 
     first: Tick
     epoch: int
@@ -156,7 +157,7 @@ class ReportLost(Generic[Cause]):
 
 @dataclass(frozen=True, slots=True)
 class ReportGivenUp:
-    """Tell the control plane that this rank does not run a step to its end."""
+    """Report to the control plane that this rank does not run a step to its end."""
 
     step: int
     why: str

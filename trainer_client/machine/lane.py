@@ -1,7 +1,7 @@
 """The ticks of one nano-batch of a running step, and for how long their inputs are kept.
 
-Whoever shares a document with this rank may have to replay a tick that is complete here; then this
-rank sends its part again. How far behind they can be follows from causal attention (see
+A rank that shares a document with this one may have to replay a tick that is complete here; then
+this rank sends its part again. How far behind they can be follows from causal attention (see
 ``docs/fault_tolerance.md``): in the backward pass one tick; in the forward pass any number, but
 only until the first backward tick is complete here, since that one needs theirs. A rank that shares
 no document keeps nothing of complete ticks.
@@ -51,7 +51,7 @@ class BegunTick:
         return [] if epoch is None or epoch == self.examined_in else [LetGo(self.tick, epoch)]
 
     def end_examination(self, epoch: int) -> bool:
-        """Whether the replies that were examined still count."""
+        """Return whether the replies that were examined still count."""
         counts, self.examined_in = self.under_way_in == epoch, None
         if counts:
             self.under_way_in = None
@@ -104,7 +104,7 @@ class LaneMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether every tick that will come is complete."""
+        """Return whether every tick that will come is complete."""
         return not self.outline.has_rows or self.complete_ticks == self.calls.end
 
     @property
@@ -128,8 +128,8 @@ class LaneMachine:
         return begun
 
     def unsent(self, epoch: int, first_tick: int) -> list[BegunTick]:
-        """What is to be sent in ``epoch`` and has not been: ticks that are not complete, and
-        complete ones from ``first_tick`` on, that others need rows of."""
+        """The ticks still to be sent in ``epoch``: those that are not complete, and complete ones
+        from ``first_tick`` on, that others need rows of."""
         return [
             begun
             for begun in self

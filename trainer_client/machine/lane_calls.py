@@ -78,10 +78,6 @@ class LaneCalls:
         Args:
             needs_backward: gradients of its result are wanted: grad mode is on, and one of q, k
                 and v requires them.
-
-        Raises:
-            SessionError: there are more than ``n_layers``, or than the stage has that runs, or a
-                layer takes part in the backward pass while one above does not.
         """
         layer = self.forward_calls
         if layer == min(self.n_layers, self._end_of_stage):
@@ -95,18 +91,13 @@ class LaneCalls:
             lower = self._needs_backward.index(True)
             raise SessionError(
                 f"{self._where}: layer {layer} takes no part in the backward pass, though layer "
-                f"{lower} below it does; do not run upper layers under torch.no_grad, nor detach "
-                "their inputs, or submit the step with forward_only=True"
+                f"{lower} below it does; submit the step with forward_only=True, or detach neither"
             )
         self._needs_backward.append(needs_backward)
         return self.first_layer + layer
 
     def returned(self) -> None:
-        """The forward pass of the lane is over, or that of a stage in it.
-
-        Raises:
-            SessionError: there were fewer calls than ``n_layers``, or than came with the stage.
-        """
+        """The forward pass of the lane is over, or that of a stage in it."""
         if self.forward_calls < self._end_of_stage:
             made = self.forward_calls - self._before_stage
             raise SessionError(
@@ -115,21 +106,14 @@ class LaneCalls:
             )
 
     def backward(self, layer: int) -> None:
-        """A backward call of ``layer``, of the job, comes.
-
-        Raises:
-            SessionError: the forward pass had fewer calls than ``n_layers``, or another layer's
-                backward call is next.
-        """
+        """A backward call of ``layer``, of the job, comes."""
         self.returned()
         layer -= self.first_layer
         if layer != self._next_backward:
             raise SessionError(
-                f"{self._where}: the backward pass came to layer {layer} while layer "
-                f"{self._next_backward} is next ({self.backward_calls} of "
-                f"{self.expected_backward_calls} backward calls were made); the loss must depend "
-                "on the result of every layer above the lowest trained one, and the layers must "
-                "follow one another"
+                f"{self._where}: backward came to layer {layer} while layer {self._next_backward} "
+                f"is next ({self.backward_calls} of {self.expected_backward_calls} made); the loss "
+                "must depend on every layer above the lowest trained one"
             )
         self._next_backward -= 1
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Manifest = TypeVar("Manifest")
-"""What a rank hands in for a step."""
+"""A manifest, as handed in for a step."""
 
 Plan = TypeVar("Plan")
 """A rank's slice of a plan."""
 
 Cause = TypeVar("Cause")
-"""How the loss of a server was noticed."""
+"""A cause by which the loss of a server was noticed."""
 
 
 @dataclass(frozen=True, slots=True)

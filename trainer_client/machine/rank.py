@@ -30,12 +30,12 @@ Instructions: TypeAlias = list[Instruction[Plan, Cause]]
 
 @dataclass(eq=False)
 class _Step(Generic[Manifest, Plan, Cause]):
-    """What a rank knows of a step.
+    """A step, as far as a rank knows it.
 
     Attributes:
         manifest: that was handed in; None once the step was refused.
         is_taken: the control plane has it.
-        refusal: why it gets no plan, until that was told; empty if nothing speaks against it.
+        refusal: why it gets no plan, until that was read; empty if nothing speaks against it.
         outline: of its plan that counts; None if there is none.
         running: from its beginning on.
     """
@@ -85,7 +85,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
 
     @property
     def manifests(self) -> list[tuple[int, Manifest]]:
-        """Of unfinished steps, in order: what the control plane may have to be told again."""
+        """The manifests of unfinished steps, in order, which the control plane may have to get
+        again."""
         return [
             (number, step.manifest)
             for number, step in sorted(self._steps.items())
@@ -93,25 +94,25 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         ]
 
     def is_known(self, step: int) -> bool:
-        """Whether ``step`` was handed in, and neither finished nor its refusal told."""
+        """Return whether ``step`` was handed in, and neither finished nor its refusal read."""
         known = self._steps.get(step)
         return known is not None and (known.manifest is not None or bool(known.refusal))
 
     def is_taken(self, step: int) -> bool:
-        """Whether the control plane has the manifest of ``step``."""
+        """Return whether the control plane has the manifest of ``step``."""
         known = self._steps.get(step)
         return known is not None and known.is_taken
 
     def is_finished(self, step: int) -> bool:
-        """Whether every rank has finished ``step`` and those before."""
+        """Return whether every rank has finished ``step`` and those before."""
         return step <= self._finished
 
     def is_over(self, epoch: int) -> bool:
-        """Whether a later epoch than ``epoch`` has begun."""
+        """Return whether a later epoch than ``epoch`` has begun."""
         return epoch < self.epoch
 
     def take_refusal(self, step: int) -> str:
-        """Why ``step`` gets no plan, told once; empty if nothing speaks against it."""
+        """The reason why ``step`` gets no plan, given once; empty if nothing speaks against it."""
         known = self._steps.get(step)
         if known is None:
             return ""
@@ -119,7 +120,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return refusal
 
     def outline_of(self, step: int) -> PlanOutline[Plan] | None:
-        """Of the plan of ``step`` that counts; None if there is none yet, or it became void."""
+        """The outline of the plan of ``step`` that counts; None if there is none yet, or it became
+        void."""
         known = self._steps.get(step)
         return known.outline if known is not None else None
 
@@ -129,12 +131,12 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return known.running if known is not None else None
 
     def is_wanted(self, step: int, epoch: int) -> bool:
-        """Whether connections for ``step`` under the plan of ``epoch`` are of any use."""
+        """Return whether connections for ``step`` under the plan of ``epoch`` are of any use."""
         running = self.running(step)
         return epoch == self.epoch and running is not None and running.may_be_asked
 
     def may_be_asked(self, last_step: int) -> bool:
-        """Whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
+        """Return whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
         return any(running.may_be_asked for running in self._running() if running.step <= last_step)
 
     # Steps.
@@ -233,7 +235,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         ]
 
     def _go_on_with(self, step: int, why: str) -> Instructions[Plan, Cause]:
-        """Servers expect ticks that will not come: new connections tell them where to go on. Under
+        """Servers expect ticks that will not come: new connections say where to go on. Under
         another plan than the step's first, they may be other servers than it names."""
         return [CloseConnections(why), AbandonOwnServer(step)]
 
@@ -271,7 +273,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return [DeriveAhead(outline.plan)] if step.running is None else self._connect(step)
 
     def _counts(self, outline: PlanOutline[Plan]) -> bool:
-        """Whether a plan that came is neither void nor as old as the one that is there."""
+        """Return whether a plan that came is neither void nor as old as the one that is there."""
         before = self.outline_of(outline.step)
         return (
             outline.epoch >= self.epoch
@@ -296,7 +298,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return self._after_replay(step, running.enter_plan(outline, now))
 
     def replay_sent(self, step: int, epoch: int, now: float) -> Instructions[Plan, Cause]:
-        """What ``ReportReplay`` came behind has been sent."""
+        """The ticks that ``ReportReplay`` came behind have been sent."""
         running = self.running(step)
         out = running.replay_sent(epoch, now) if running is not None else []
         return self._after_replay(step, out)
@@ -307,7 +309,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return self._after_replay(step, [])
 
     def _after_replay(self, step: int, out: Instructions[Plan, Cause]) -> Instructions[Plan, Cause]:
-        """If rows could not be sent again, the loop hears of it in its next wait. If none is to
+        """If rows could not be sent again, the loop learns it in its next wait. If none is to
         come, the ranks that need them do."""
         running = self.running(step)
         if running is None or not (running.failure and running.is_complete):
@@ -358,7 +360,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return [*left, CloseConnections(why)]
 
     def _progress(self) -> tuple[Progress, ...]:
-        """Of all steps that every rank has not finished; those that were left out are done."""
+        """The progress in all steps that not every rank has finished; those that were left out are
+        done."""
         none = (0,) * self._n_nano_batches
         return tuple(
             step.running.progress

@@ -24,12 +24,12 @@ from trainer_client.machine.outlines import Cause, Plan, PlanOutline
 
 
 class State(Enum):
-    """How a step stands to its plan."""
+    """A step's relation to its plan."""
 
     WAITING = auto()
     """It has none; ticks that begin wait for one."""
     REPLAYING = auto()
-    """What has begun is being sent under it; ticks that begin wait for their turn."""
+    """The ticks that have begun are being sent under it; ticks that begin wait for their turn."""
     IN_FORCE = auto()
     """Ticks are sent under it as they begin."""
 
@@ -75,29 +75,30 @@ class StepMachine(Generic[Plan, Cause]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every tick that servers expect of this rank is complete."""
+        """Return whether every tick that servers expect of this rank is complete."""
         return all(lane.is_over for lane in self.lanes)
 
     @property
     def may_be_asked(self) -> bool:
-        """Whether another rank may still need rows of this one, or this one has not finished."""
+        """Return whether another rank may still need rows of this one, or this one has not
+        finished."""
         return not self.abandoned and (
             not self.closed or any(lane.outline.is_shared for lane in self.lanes)
         )
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether a plan is to come, or to be replayed."""
+        """Return whether a plan is to come, or to be replayed."""
         return self.may_be_asked and self.state is not State.IN_FORCE
 
     @property
     def progress(self) -> Progress:
-        """What a recovery asks for. Of an abandoned step nothing will be sent again."""
+        """The answer to a recovery. Of an abandoned step nothing will be sent again."""
         ticks = tuple(0 if self.abandoned else lane.progress for lane in self.lanes)
         return Progress(self.step, ticks, self.closed or self.abandoned)
 
     def is_under(self, epoch: int) -> bool:
-        """Whether the plan of ``epoch`` is in force or being replayed."""
+        """Return whether the plan of ``epoch`` is in force or being replayed."""
         return self.outline is not None and self.outline.epoch == epoch
 
     def leave_plan(self, trouble: str, now: float) -> list[Instruction[Plan, Cause]]:
@@ -118,7 +119,7 @@ class StepMachine(Generic[Plan, Cause]):
         return out + self._replay(outline, now)
 
     def replay_sent(self, epoch: int, now: float) -> list[Instruction[Plan, Cause]]:
-        """What was to be replayed has been sent; more may have begun meanwhile."""
+        """The ticks to be replayed have been sent; more may have begun meanwhile."""
         outline = self.outline
         if self.state is not State.REPLAYING or outline is None or outline.epoch != epoch:
             return []
@@ -160,7 +161,7 @@ class StepMachine(Generic[Plan, Cause]):
         self, tick: Tick, epoch: int, server_id: str, cause: Cause, detail: str, now: float
     ) -> list[Instruction[Plan, Cause]]:
         """A server cannot be sent to, owes a reply that will not come, or has given a wrong one.
-        (This process's own server may only have heard of a recovery before this rank: then the
+        (This process's own server may only have learnt of a recovery before this rank: then the
         report is of an epoch that is over.)"""
         begun, out = self.at(tick), list[Instruction[Plan, Cause]]()
         if begun.examined_in == epoch:
@@ -206,7 +207,7 @@ class StepMachine(Generic[Plan, Cause]):
         return self.lanes[tick.nano_batch][tick.lane_index(self._n_layers)]
 
     def _replay(self, outline: PlanOutline[Plan], now: float) -> list[Instruction[Plan, Cause]]:
-        """What is still to be sent under a plan; if nothing is, it is in force."""
+        """The ticks that are still to be sent under a plan; if there are none, it is in force."""
         unsent = [
             begun
             for lane, first in zip(self.lanes, outline.first_ticks, strict=True)
@@ -234,7 +235,7 @@ class StepMachine(Generic[Plan, Cause]):
         return SendTick(begun.tick, epoch, only_rows=begun.is_complete)
 
     def _end_lane(self, nano_batch: int) -> list[EndLane]:
-        """Where the lane is over before its last tick, tells the servers that expect another."""
+        """The end of a lane that is over before its last tick, for servers that expect another."""
         lane = self.lanes[nano_batch]
         end = lane.end
         if self.state is not State.IN_FORCE or self.outline is None or end is None:

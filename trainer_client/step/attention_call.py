@@ -53,11 +53,7 @@ class AttentionCall:
 
     def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends q ``[rows, heads, head_dim]``, k and v ``[rows, heads_kv, head_dim]``, packed
-        rows of this rank's nano-batch.
-
-        Raises:
-            CoreAttentionFailed: the step is over.
-        """
+        rows of this rank's nano-batch."""
         shape, n_rows = self._running.job.shape, q.shape[0]
         # Other threads write to them, which may not be done to tensors of inference mode.
         with torch.inference_mode(False):
@@ -68,22 +64,12 @@ class AttentionCall:
         self._send(Phase.FORWARD, {"q": q, "k": k, "v": v}, outputs)
 
     def collect_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for o ``[rows, heads, head_dim_v]`` and lse ``[rows, heads]`` float32.
-
-        Raises:
-            CoreAttentionFailed: the tick cannot be completed, not by a recovery either.
-            SessionClosed: the job ended.
-        """
+        """Waits for o ``[rows, heads, head_dim_v]`` and lse ``[rows, heads]`` float32."""
         outputs, _ = self._collect(Phase.FORWARD)
         return outputs["o"], outputs["lse"]
 
     def send_backward(self, inputs: Tensors) -> None:
-        """Sends q, k, v, do, lse and delta, by packed row.
-
-        Raises:
-            CoreAttentionFailed: the step is over, has no backward pass, or this was run before.
-            SessionError: another layer's backward is next.
-        """
+        """Sends q, k, v, do, lse and delta, by packed row."""
         self._send(Phase.BACKWARD, inputs, {"dq": torch.empty_like(inputs["q"])})
 
     def collect_backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,12 +77,7 @@ class AttentionCall:
 
         dk and dv come from several servers: they are summed in float32, in the plan's order of
         servers, then the next nano-batch's share of keys that it carries over is added, and they
-        are rounded once.
-
-        Raises:
-            CoreAttentionFailed, SessionClosed: as :meth:`collect_forward`.
-            SessionError: the next nano-batch's share is not there.
-        """
+        are rounded once."""
         outputs, gradients = self._collect(Phase.BACKWARD)
         dq = outputs["dq"]
         if self._taken_over is not None:

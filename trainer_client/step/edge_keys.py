@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from core_attention.message import MessageLayout, edge_layout
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from trainer_client.errors import SessionError
+from trainer_client.step.neighbours import EdgeMessage, Neighbours
 from trainer_client.step.replies import Tensors
 
 
@@ -58,45 +59,6 @@ class TakenKeys(NamedTuple):
     n_rows: int
 
 
-@dataclass(frozen=True)
-class EdgeMessage:
-    """What a message between two ranks is.
-
-    Attributes:
-        rank: the other one.
-        tick: which call of layers at home (in the place of a layer), which nano-batch's queries,
-            and whether it is keys (forward) or their gradients.
-        is_carried: as of :class:`GivenKeys`.
-    """
-
-    rank: int
-    tick: Tick
-    is_carried: bool
-
-    @property
-    def tag(self) -> int:
-        """On connections that carry no ticks. A tick has two tags, and a call two messages of keys
-        at most from one rank to another."""
-        return self.tick.tag(reply=self.is_carried)
-
-    def __str__(self) -> str:
-        what = "keys" if self.tick.phase is Phase.FORWARD else "gradients of keys"
-        return (
-            f"step {self.tick.step} nano-batch {self.tick.nano_batch}: {what} from rank "
-            f"{self.rank}, of layer {self.tick.layer} of those at home"
-        )
-
-
-class EdgeExchange(Protocol):
-    """What exchanges messages; see :class:`trainer_client.step.neighbours.Neighbours`."""
-
-    def send(self, message: EdgeMessage, layout: MessageLayout, tensors: Tensors) -> None: ...
-
-    def take(self, message: EdgeMessage, layout: MessageLayout) -> Tensors: ...
-
-    def let_go(self, message: EdgeMessage) -> None: ...
-
-
 @dataclass(eq=False)
 class EdgeCall:
     """One call of a nano-batch.
@@ -107,11 +69,11 @@ class EdgeCall:
         call: its number among those at home.
         given, taken: keys that others need, and those of others.
         shape: of the layer.
-        waited: told of each message that was waited for, from when to when.
+        waited: called with each message that was waited for, from when to when.
         rows: of each of ``taken``, k and v, once they are here.
     """
 
-    exchange: EdgeExchange
+    exchange: Neighbours
     step: int
     call: int
     given: Sequence[GivenKeys]
@@ -162,15 +124,10 @@ class EdgeCall:
                 at += length
 
     def begin_backward(self) -> None:
-        """A backward pass has come to the call.
-
-        Raises:
-            SessionError: one was run before.
-        """
+        """A backward pass has come to the call."""
         if self._is_over:
             raise SessionError(
-                f"step {self.step}: a backward pass came to layer {self.call} of those at home "
-                "twice, which has keys of other ranks: core attention is differentiable once; run "
+                f"step {self.step}: backward came twice to layer {self.call} of those at home; run "
                 "backward once, without retain_graph"
             )
         self._is_over = True

@@ -1,4 +1,4 @@
-"""What is looked at in a server's reply before it is used."""
+"""The examination of a server's reply before it is used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from core_attention.message_views import message_views
 from core_attention.tick import Tick
 from distca.contract.server_loss import LossCause, ServerLoss
 from trainer_client.integrity.answer import Answer, Tensors
-from trainer_client.integrity.audit import Auditor, Finding
+from trainer_client.integrity.audit import AuditFinding, Auditor
 from trainer_client.integrity.result_checks import ResultChecker
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import RankOptions
-from trainer_client.step.exchanges import Exchange
+from trainer_client.step.exchanges import ServerExchange
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Examiner:
 
     Args:
         options: which checks.
-        metrics: told of what they find.
+        metrics: of what they find.
         lost: receives the loss of a server that an audit convicts.
     """
 
@@ -58,9 +58,9 @@ class Examiner:
         )
 
     def fault(
-        self, exchange: Exchange, tick: Tick, inputs: Tensors, reply: torch.Tensor
+        self, exchange: ServerExchange, tick: Tick, inputs: Tensors, reply: torch.Tensor
     ) -> str | None:
-        """What is wrong with a reply that has arrived, in words; None if nothing is.
+        """The fault of a reply that has arrived, in words; None if nothing is.
 
         Args:
             exchange: with whom, and which rows.
@@ -97,7 +97,7 @@ class Examiner:
         if self._auditor is not None:
             self._auditor.close()
 
-    def _audited(self, finding: Finding) -> None:
+    def _audited(self, finding: AuditFinding) -> None:
         self._metrics.task_audited("equal" if finding.equal else "different")
         if not finding.equal:
             logger.error("%s; the step has used the result", finding)

@@ -1,4 +1,4 @@
-"""What a rank exchanges with each server under a plan of a step."""
+"""The rows that a rank exchanges with each server under a plan of a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from data_plane.transport import Connection
 
 
 @dataclass(eq=False)
-class Exchange:
-    """What this rank exchanges with one server in some ticks of a (nano-batch, phase).
+class ServerExchange:
+    """The rows that this rank exchanges with one server in some ticks of a (nano-batch, phase).
 
     Attributes:
         plan: this rank's slice of the plan.
@@ -75,7 +75,7 @@ class Routes:
         self._job = job
         self._device = device
         self._connections: Mapping[str, Connection] = {}
-        self._derived: dict[tuple[int, Phase, int], tuple[Exchange, ...]] = {}
+        self._derived: dict[tuple[int, Phase, int], tuple[ServerExchange, ...]] = {}
 
     @property
     def epoch(self) -> int:
@@ -111,8 +111,8 @@ class Routes:
         return by_phase if order is None else by_slot
 
     def _slots(self, first: Tick) -> set[int]:
-        """Of all stages of this rank, in which it comes to the ticks of the lane and phase of
-        ``first``; none without pipelines."""
+        """The slots, of all stages of this rank, in which it comes to the ticks of the lane and
+        phase of ``first``; none without pipelines."""
         order = self._job.order
         if order is None:
             return set()
@@ -125,21 +125,21 @@ class Routes:
 
     @property
     def _layers(self) -> range:
-        """Of the job's layers, those that this rank has."""
+        """The layers of the job that this rank has."""
         pipelining, n_layers = self._job.pipelining, self._job.n_layers
         own = n_layers if pipelining is None else pipelining.layers_of(self._rank)
         return range(n_layers - own, n_layers)
 
     def _sizes(self, tick: Tick) -> list[int]:
-        """Of the messages of a tick of this rank that are held at a time: a reply is received when
-        its request has gone."""
+        """The sizes of the messages of a tick of this rank that are held at a time: a reply is
+        received when its request has gone."""
         return [
             max(exchange.request.nbytes, exchange.reply.nbytes)
             for exchange in self.of(tick)
             if exchange.server_id != self._own_server_id
         ]
 
-    def of(self, tick: Tick) -> tuple[Exchange, ...]:
+    def of(self, tick: Tick) -> tuple[ServerExchange, ...]:
         """The exchanges of ``tick``, in the order in which this rank sends them: every rank begins
         with another server, and its own one comes last. If all began with the first, its network
         would be crowded while the others' lie idle."""
@@ -149,7 +149,7 @@ class Routes:
             self._derived[key] = () if stretch < 0 else self._derive(*key)
         return self._derived[key]
 
-    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[Exchange, ...]:
+    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[ServerExchange, ...]:
         plan, n_servers = self.plan, len(self.plan.servers)
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
@@ -157,12 +157,12 @@ class Routes:
         mine.sort(key=lambda route: (route.server - self._rank - 1) % n_servers)
         return tuple(self._exchange(route, phase) for route in mine)
 
-    def _exchange(self, route: PairRoute, phase: Phase) -> Exchange:
+    def _exchange(self, route: PairRoute, phase: Phase) -> ServerExchange:
         server_id = self.plan.servers[route.server].server_id
         request = request_layout(route, self._job.shape, phase)
         reply = reply_layout(route, self._job.shape, phase)
         q_rows, kv_rows = self._upload(route.q_rows), self._upload(route.kv_rows)
-        return Exchange(
+        return ServerExchange(
             plan=self.plan,
             server_id=server_id,
             route=route,

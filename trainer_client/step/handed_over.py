@@ -50,9 +50,6 @@ class HandedOver:
 
         Args:
             answers: and will have gradients for the keys.
-
-        Raises:
-            SessionError: the first one's backward pass has come to it before.
         """
         if self._is_over:
             raise self._came_apart()
@@ -60,12 +57,7 @@ class HandedOver:
 
     @property
     def rows(self) -> Tensors:
-        """k and v of the keys that are carried over.
-
-        Raises:
-            SessionError: the second nano-batch's backward pass was run before.
-            ChangedInPlace: they were written to.
-        """
+        """k and v of the keys that are carried over."""
         if self._rows is None:
             raise self._came_twice()
         return self._rows.get()
@@ -75,12 +67,7 @@ class HandedOver:
         self._rows, self._gradients, self._is_answered = None, gradients, True
 
     def add_to(self, gradients: Tensors) -> None:
-        """Adds them to the first nano-batch's float32 dk and dv, by packed row.
-
-        Raises:
-            SessionError: the second one's backward pass has not come to this layer, or this was
-                done before.
-        """
+        """Adds them to the first nano-batch's float32 dk and dv, by packed row."""
         if self._is_over:
             raise self._came_twice()
         if not self._is_answered:
@@ -94,16 +81,14 @@ class HandedOver:
 
     def _came_apart(self) -> SessionError:
         return SessionError(
-            f"{self._first} and {self._second} share a document, and the backward pass of "
-            f"{self._first} came to a layer before that of {self._second}: add up the losses of "
-            "both, and run backward once"
+            f"{self._first} and {self._second} share a document, and backward came to "
+            f"{self._first} first; add up the losses of both, and run backward once"
         )
 
     def _came_twice(self) -> SessionError:
         return SessionError(
-            f"{self._first} and {self._second} share a document, and a backward pass came to a "
-            "layer twice: core attention is differentiable once; run backward once, without "
-            "retain_graph"
+            f"{self._first} and {self._second} share a document, and backward came to a layer "
+            "twice; run backward once, without retain_graph"
         )
 
 

@@ -26,7 +26,7 @@ Keep = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(eq=False)
 class HomeCall:
-    """What is computed, apart from the rows.
+    """A call, apart from its rows.
 
     Attributes:
         tasks: which rows.
@@ -64,10 +64,6 @@ def attend_at_home(
         call: what is computed.
         keep: see :data:`Keep`.
         link: of the nano-batch that keys are taken over from.
-
-    Raises:
-        TensorError: a shape, dtype, device or stride is wrong.
-        ValueError: no kernel runs this here; says why.
     """
     shape = shape_of(q, k, v)
     check_qkv(q, k, v, shape, n_rows)
@@ -226,8 +222,8 @@ def _zero_gradients(k: torch.Tensor, v: torch.Tensor) -> Tensors:
 def output_gradients(
     o: torch.Tensor, do: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the backward pass of core attention takes of o and lse: the gradient of o, contiguous,
-    and delta ``[rows, heads]`` float32, which is rowsum(do * o) - dlse.
+    """The inputs of core attention's backward pass that come of o and lse: the gradient of o,
+    contiguous, and delta ``[rows, heads]`` float32, which is rowsum(do * o) - dlse.
 
     Args:
         o: ``[rows, heads, head_dim_v]``.

@@ -1,4 +1,4 @@
-"""What a layer of a window or of chunks computes at home: tasks over a rank's own rows.
+"""The work of a layer with a window or chunks at home: tasks over a rank's own rows.
 
 Such layers are not worth serving, since their work grows with the tokens alone. Where a document
 is cut inside a window or a chunk, the first queries behind the cut have *edge keys*: a copy of the
@@ -28,7 +28,7 @@ from trainer_client.step.running_step import RunningStep
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Which keys a layer's queries see, besides that none is later than the query.
+    """The keys that a layer's queries see, besides that none is later than the query.
 
     Attributes:
         window: how many at most, the query's own among them; None: all of the document.
@@ -58,7 +58,7 @@ class LayerKind:
 
     @property
     def is_full(self) -> bool:
-        """Whether queries see all that was before them: such layers are served."""
+        """Return whether queries see all that was before them: such layers are served."""
         return self.reach is None
 
     def first_key(self, position: int) -> int:
@@ -101,7 +101,7 @@ class KeyRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HomeTasks:
-    """What one nano-batch computes in layers of one kind. The tasks cover its queries.
+    """The work of one nano-batch in layers of one kind. The tasks cover its queries.
 
     Attributes:
         tasks: those whose keys lie together among the nano-batch's own.
@@ -195,7 +195,7 @@ class _Edges:
         self._given: dict[tuple[int, bool], list[tuple[int, int]]] = {}
         self._taken: dict[tuple[int, bool], int] = {}
 
-    def need(self, rank: int, before: Sequence[_Piece], beside: KeyRun) -> None:
+    def need(self, rank: int, before: Sequence[_RowPiece], beside: KeyRun) -> None:
         """Queries of ``rank``, this one, need the keys ``before`` and ``beside`` them."""
         for piece in before:
             if piece.rank == rank:
@@ -206,14 +206,14 @@ class _Edges:
             self._add(KeyRun(-1, piece.length, False, list(self._taken).index(sender)))
         self._add(beside)
 
-    def give(self, rank: int, before: Sequence[_Piece], to: int) -> None:
+    def give(self, rank: int, before: Sequence[_RowPiece], to: int) -> None:
         """Queries of the rank ``to`` need those of the keys ``before`` them that ``rank`` has."""
         for piece in before:
             if piece.rank == rank:
                 self._given.setdefault((to, piece.is_carried), []).append((piece.row, piece.length))
 
     def given(self, *, is_carried: bool) -> tuple[GivenKeys, ...]:
-        """What others need of this rank."""
+        """The keys that others need of this rank."""
         return tuple(
             GivenKeys(rank, self._nano_batch, carried, tuple(runs))
             for (rank, carried), runs in self._given.items()
@@ -222,7 +222,7 @@ class _Edges:
 
     @property
     def taken(self) -> tuple[TakenKeys, ...]:
-        """What this rank needs of others."""
+        """The keys that this rank needs of others."""
         return tuple(
             TakenKeys(rank, self._nano_batch, carried, n_rows)
             for (rank, carried), n_rows in self._taken.items()
@@ -246,7 +246,7 @@ def _batch(tasks: Sequence[_Task]) -> TaskBatch:
     return TaskBatch(q_begin, q_end, k_begin, k_end, dk_begin=k_begin)
 
 
-def _tasks(piece: _Piece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
+def _tasks(piece: _RowPiece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
     """The tasks of a piece without its first ``n_edge`` queries. Chunks are counted from the
     document's first token."""
     begin, end = piece.row + n_edge, piece.row + piece.length
@@ -259,7 +259,7 @@ def _tasks(piece: _Piece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
         begin += rest
 
 
-class _Piece(NamedTuple):
+class _RowPiece(NamedTuple):
     """Neighbouring rows of a document on one rank.
 
     Attributes:
@@ -289,11 +289,11 @@ class _Document:
     """
 
     document_id: int
-    pieces: Sequence[_Piece]
-    carried: Sequence[_Piece]
+    pieces: Sequence[_RowPiece]
+    carried: Sequence[_RowPiece]
 
-    def keys(self, begin: int, end: int) -> list[_Piece]:
-        """Who has the keys at ``[begin, end)``, and where, by position."""
+    def keys(self, begin: int, end: int) -> list[_RowPiece]:
+        """The holders of the keys at ``[begin, end)``, and where, by position."""
         pieces, found = self._by_position, []
         at = bisect.bisect_right(pieces, begin, key=lambda piece: piece.offset) - 1
         while at < len(pieces) and pieces[at].offset < end:
@@ -305,7 +305,7 @@ class _Document:
         return found
 
     @cached_property
-    def _by_position(self) -> list[_Piece]:
+    def _by_position(self) -> list[_RowPiece]:
         """A document over a thousand ranks has as many pieces, and each needs those before it."""
         return sorted((*self.carried, *self.pieces))
 
@@ -342,15 +342,15 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
         )
 
 
-def _pieces(*columns: Int64Array) -> list[_Piece]:
-    """By the columns of their fields."""
-    return [_Piece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+def _pieces(*columns: Int64Array) -> list[_RowPiece]:
+    """Pieces from the columns of their fields."""
+    return [_RowPiece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _joined(segments: Sequence[_Piece]) -> list[_Piece]:
+def _joined(segments: Sequence[_RowPiece]) -> list[_RowPiece]:
     """Segments by position; those that follow one another in the document and in packed rows are
     one piece."""
-    pieces: list[_Piece] = []
+    pieces: list[_RowPiece] = []
     for piece in segments:
         last = pieces[-1] if pieces else None
         if last is not None and last.rank == piece.rank and last.row + last.length == piece.row:

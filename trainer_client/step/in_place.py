@@ -48,9 +48,6 @@ class InPlaceServer:
     Attributes:
         profile: its measured kernel cost; None if it stands by.
         device_name: for example ``"cpu"`` or ``"NVIDIA H200"``.
-
-    Raises:
-        ValueError: no kernel runs the shape on the device.
     """
 
     def __init__(

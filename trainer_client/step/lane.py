@@ -1,4 +1,4 @@
-"""Which step and nano-batch the running code belongs to, and how it yields to the other one."""
+"""The step and nano-batch that the running code belongs to, and how it yields to the other one."""
 
 from __future__ import annotations
 
@@ -39,17 +39,13 @@ current_lane: ContextVar[Lane | None] = ContextVar("distca_lane", default=None)
 
 
 def is_unplanned_evaluation() -> bool:
-    """Whether the caller runs without gradients and outside of a step: core attention is computed
-    at home then."""
+    """Return whether the caller runs without gradients and outside of a step: core attention is
+    computed at home then."""
     return current_step.get() is None and not torch.is_grad_enabled()
 
 
 def require_step() -> RunningStep:
-    """The step whose block encloses the caller.
-
-    Raises:
-        SessionError: there is none.
-    """
+    """The step whose block encloses the caller."""
     running = current_step.get()
     if running is None:
         raise SessionError(
@@ -59,11 +55,7 @@ def require_step() -> RunningStep:
 
 
 def check_nano_batch(running: RunningStep, index: int) -> None:
-    """Checks that ``running`` has nano-batch ``index``.
-
-    Raises:
-        SessionError: it has not.
-    """
+    """Checks that ``running`` has nano-batch ``index``."""
     if not 0 <= index < running.job.n_nano_batches:
         raise SessionError(
             f"nano-batch {index} of step {running.step} was chosen; the job has n_nano_batches="
@@ -92,11 +84,7 @@ def in_nano_batch(index: int) -> Iterator[None]:
 
 
 def require_lane() -> Lane:
-    """The nano-batch that the caller computes.
-
-    Raises:
-        SessionError: no step is running, or it has several nano-batches and none was chosen.
-    """
+    """The nano-batch that the caller computes."""
     # Autograd recomputes checkpoints on a thread of its own, which knows no step.
     region = Checkpoints().recomputed
     lane: Lane | None = region.caller if region else current_lane.get()
@@ -105,8 +93,7 @@ def require_lane() -> Lane:
     running = require_step()
     if running.job.n_nano_batches > 1:
         raise SessionError(
-            f"step {running.step} has {running.job.n_nano_batches} nano-batches and the model was "
-            "called directly; wrap it in PingPong, choose one by 'with in_nano_batch(i):', or open "
-            "the session with n_nano_batches=1"
+            f"step {running.step} has {running.job.n_nano_batches} nano-batches; wrap the model in "
+            "PingPong, choose one by 'with in_nano_batch(i):', or set n_nano_batches=1"
         )
     return Lane(running, 0)

@@ -1,5 +1,5 @@
 """Finds what modules leave on themselves for a later part of their own pass, where nano-batches
-that take turns mix it: a list that a pass begins anew, the last output, a switch that is set.
+that take turns mix it: a list that each pass begins, the last output, a switch that is set.
 
 Looked at in the first pass in which a model's nano-batches take turns: after each turn its modules'
 attributes are compared with those after the turn before.
@@ -32,8 +32,8 @@ _Place = tuple[str, str]
 
 
 @dataclass
-class _Kept:
-    """What an attribute held after a turn.
+class _KeptValue:
+    """The value of an attribute after a turn.
 
     Attributes:
         value: the tensor or container itself.
@@ -60,7 +60,7 @@ class MixedState:
         self._gave_way: set[int] = set()
         self._running = set(range(n))
         self._before = {place: (value, _n_items(value)) for place, value in self._attributes()}
-        self._kept: dict[_Place, _Kept] = {}
+        self._kept: dict[_Place, _KeptValue] = {}
         self._lost: set[_Place] = set()
         self._switched: set[_Place] = set()
 
@@ -79,7 +79,7 @@ class MixedState:
             elif place in self._kept:
                 self._compare(place, value, nano_batch)
             elif value is not before or _n_items(value) != n_before:
-                self._kept[place] = _Kept(value, _n_items(value), {nano_batch})
+                self._kept[place] = _KeptValue(value, _n_items(value), {nano_batch})
         if is_over:
             self._running.discard(nano_batch)
 
@@ -93,7 +93,7 @@ class MixedState:
         # What another one has written, and may yet want to read, is gone.
         if (kept.writers - {nano_batch}) & self._running:
             self._lost.add(place)
-        self._kept[place] = _Kept(value, n, {nano_batch})
+        self._kept[place] = _KeptValue(value, n, {nano_batch})
 
     def found(self) -> list[str]:
         """The attributes that are mixed, by name."""
@@ -133,7 +133,7 @@ class MixedState:
 
 
 def _is_derived(module: nn.Module, attribute: str) -> bool:
-    """Whether a hook makes it of parameters before each forward, as ``weight_norm``,
+    """Return whether a hook makes it of parameters before each forward, as ``weight_norm``,
     ``spectral_norm`` and ``prune`` of torch.nn.utils do with weights."""
     return f"{attribute}_orig" in module._parameters or f"{attribute}_v" in module._parameters
 
@@ -143,7 +143,7 @@ def _n_items(value: Any) -> int:
 
 
 def watch(model: nn.Module | None, n: int) -> MixedState | None:
-    """What watches the pass of ``n`` nano-batches that begins; None if there is nothing to see, or
+    """The watch on the pass of ``n`` nano-batches that begins; None if there is nothing to see, or
     one of ``model`` was watched before."""
     if model is None or n < 2 or model in _looked_at:
         return None

@@ -5,7 +5,7 @@ Every rank knows from its plan which of its rows others need, and sends them, un
 to the layer. In the backward pass their gradients come back.
 
 Two ranks have one connection, which the one with the higher number opens to the in-place server of
-the other. It carries no ticks, so no recovery closes it. If it breaks, it is opened anew, and both
+the other. It carries no ticks, so no recovery closes it. If it breaks, it is opened again, and both
 send again what the other one lacks: messages are kept until every rank has finished their step.
 """
 
@@ -19,20 +19,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from attention_node.cuda_order import launched_work, record_event
 from attention_node.hello import PROTOCOL_VERSION
+from core_attention.ca_task import Phase
 from core_attention.checksum import ChecksumMismatch, seal, verify
 from core_attention.message import MessageLayout
 from core_attention.message_views import message_views
-from core_attention.tick import step_of_tag
+from core_attention.tick import Tick, step_of_tag
 from data_plane.buffer_pool import BufferPool, BufferReleased, PooledBuffer
 from data_plane.liveness import LivenessMonitor
 from data_plane.transport import (
-    Address,
     ConnectFailed,
     Connection,
     Transfer,
@@ -43,8 +43,8 @@ from data_plane.transport import (
 from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from trainer_client.errors import CoreAttentionFailed, SessionClosed
+from trainer_client.link.control_link import ControlLink
 from trainer_client.options import RankOptions
-from trainer_client.step.edge_keys import EdgeMessage
 from trainer_client.step.replies import Tensors
 
 logger = logging.getLogger(__name__)
@@ -60,20 +60,37 @@ _MOST_TAGS = 4096
 sent again for want of that waits for nobody, and is dropped."""
 
 
-class Job(Protocol):
-    """The rank's membership in the job, as :class:`trainer_client.link.control_link.ControlLink`
-    has it."""
+@dataclass(frozen=True)
+class EdgeMessage:
+    """A message between two ranks.
 
-    token: bytes
-    job_id: str
+    Attributes:
+        rank: the other one.
+        tick: which call of layers at home (in the place of a layer), which nano-batch's queries,
+            and whether it is keys (forward) or their gradients.
+        is_carried: whether keys are of the nano-batch before that of the queries.
+    """
 
-    def check(self) -> None: ...
+    rank: int
+    tick: Tick
+    is_carried: bool
 
-    def locate(self, rank: int) -> tuple[str, Address] | None: ...
+    @property
+    def tag(self) -> int:
+        """On connections that carry no ticks. A tick has two tags, and a call two messages of keys
+        at most from one rank to another."""
+        return self.tick.tag(reply=self.is_carried)
+
+    def __str__(self) -> str:
+        what = "keys" if self.tick.phase is Phase.FORWARD else "gradients of keys"
+        return (
+            f"step {self.tick.step} nano-batch {self.tick.nano_batch}: {what} from rank "
+            f"{self.rank}, of layer {self.tick.layer} of those at home"
+        )
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptMessage:
     """A message that may have to be sent again.
 
     Attributes:
@@ -97,7 +114,7 @@ class _Neighbour:
     """
 
     connection: Connection | None = None
-    kept: dict[int, _Kept] = field(default_factory=dict)
+    kept: dict[int, _KeptMessage] = field(default_factory=dict)
     received: set[int] = field(default_factory=set)
     connecting: bool = False
     fault: str = ""
@@ -116,24 +133,24 @@ class Neighbours:
 
     Args:
         options: of the session.
-        job: the rank's membership.
+        link: to the control plane.
         transport: connects.
         pool: message buffers.
         liveness: finds ranks that are stopped or cut off while they owe something.
-        on_connected: told of each connection, and the name of the rank behind it.
+        on_connected: called with each connection, and the name of the rank behind it.
     """
 
     def __init__(
         self,
         options: RankOptions,
-        job: Job,
+        link: ControlLink,
         transport: Transport,
         pool: BufferPool,
         liveness: LivenessMonitor,
         on_connected: Callable[[Connection, str], None],
     ) -> None:
         self._options = options
-        self._job = job
+        self._link = link
         self._transport = transport
         self._pool = pool
         self._liveness = liveness
@@ -156,7 +173,7 @@ class Neighbours:
         buffer = self._pool.acquire(layout.nbytes)
         for name, section in message_views(buffer.tensor, layout).items():
             section.copy_(tensors[name])
-        kept = _Kept(buffer, record_event(self._device))
+        kept = _KeptMessage(buffer, record_event(self._device))
         with self._changed:
             neighbour = self._of(message.rank)
             neighbour.kept[message.tag] = kept
@@ -175,14 +192,10 @@ class Neighbours:
 
         Returns:
             By section of ``layout``, tensors of their own.
-
-        Raises:
-            CoreAttentionFailed: they did not come in ``tick_timeout_seconds``.
-            SessionClosed: the job ended.
         """
         deadline = time.monotonic() + self._deadline_seconds
         while True:
-            self._job.check()
+            self._link.check()
             remaining_seconds = deadline - time.monotonic()
             if remaining_seconds <= 0:
                 raise self._late(message)
@@ -235,9 +248,9 @@ class Neighbours:
         """Lets go of what belongs to steps that every rank has finished.
 
         Args:
-            is_finished: tells of a step's number.
+            is_finished: of a step's number.
         """
-        gone: list[_Kept] = []
+        gone: list[_KeptMessage] = []
         with self._changed:
             for neighbour in self._neighbours.values():
                 for tag in [t for t in neighbour.kept if is_finished(step_of_tag(t))]:
@@ -281,7 +294,7 @@ class Neighbours:
             except TransportError:
                 if transfer.state is not TransferState.PENDING:
                     raise
-            self._job.check()
+            self._link.check()
         if transfer.error is not None:
             raise transfer.error
 
@@ -312,7 +325,7 @@ class Neighbours:
         try:
             while not self._closed and time.monotonic() < deadline:
                 try:
-                    self._job.check()
+                    self._link.check()
                     self._try_to_connect(rank)
                     return
                 except SessionClosed:
@@ -328,7 +341,7 @@ class Neighbours:
 
     def _try_to_connect(self, rank: int) -> None:
         """Raises TransportError or RpcError."""
-        located = self._job.locate(rank)
+        located = self._link.locate(rank)
         if located is None:
             raise ConnectFailed(
                 "the rank has not joined the job, or is away",
@@ -340,14 +353,14 @@ class Neighbours:
             received = self._of(rank).received_tags
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
-            job_id=self._job.job_id,
+            job_id=self._link.job_id,
             rank=self._options.rank,
             server_id=server_id,
             edge_keys=True,
             received_tags=received,
         ).SerializeToString()
         connection, answer = self._transport.connect(
-            address, hello, _ATTEMPT_SECONDS, secret=self._job.token
+            address, hello, _ATTEMPT_SECONDS, secret=self._link.token
         )
         self._on_connected(connection, server_id)
         welcome = data_plane_pb2.Welcome.FromString(answer)
@@ -380,7 +393,7 @@ class Neighbours:
             if neighbour.kept:
                 self._see_to(rank)
 
-    def _put(self, connection: Connection, tag: int, kept: _Kept) -> None:
+    def _put(self, connection: Connection, tag: int, kept: _KeptMessage) -> None:
         try:
             buffer = kept.buffer.retain()
         except BufferReleased:
@@ -410,6 +423,5 @@ class Neighbours:
         return CoreAttentionFailed(
             f"{message} did not come within tick_timeout_seconds {self._deadline_seconds:g}"
             + (f"; last: {fault}" if fault else "; the rank has not come to the layer")
-            + f". Ranks connect to each other for them: data_host of rank {message.rank} must be "
-            "an address that this machine reaches"
+            + f"; this machine must reach data_host of rank {message.rank}"
         )

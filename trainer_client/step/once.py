@@ -41,7 +41,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise SessionError(
-            "gradients of gradients of core attention are not supported (a backward pass through "
-            "one with create_graph=True): it is differentiable once. Leave such a loss out, or "
-            "train without DistCA, with attn_implementation='eager'"
+            "gradients of gradients of core attention (create_graph=True) are not supported; leave "
+            "such a loss out, or train with attn_implementation='eager'"
         )

@@ -165,8 +165,8 @@ def _needs_backward(*tensors: torch.Tensor) -> bool:
 
 
 def _is_guarded(running: RunningStep, *tensors: torch.Tensor) -> bool:
-    """Whether autograd, which saves q, k and v itself, refuses to go on if they are written to
-    before their backward pass."""
+    """Return whether autograd, which saves q, k and v itself, refuses to go on if they are written
+    to before their backward pass."""
     return _needs_backward(*tensors) and not running.forward_only and not saved_tensor_hooks()
 
 

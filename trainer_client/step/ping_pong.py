@@ -121,9 +121,6 @@ def run_in_turns(
         is_last: whether their forward passes are complete by that.
         model: what keeps state during them, see :mod:`trainer_client.step.mixed_state`; None: is
             not looked at.
-
-    Raises:
-        SessionError: no step is running, or it has no such nano-batches.
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
@@ -131,11 +128,7 @@ def run_in_turns(
 
 
 class _Turns:
-    """One greenlet per nano-batch; this one hands out the turns, round robin.
-
-    Raises:
-        SessionError: an activation checkpoint is around several of them.
-    """
+    """One greenlet per nano-batch; this one hands out the turns, round robin."""
 
     def __init__(
         self,
@@ -149,9 +142,8 @@ class _Turns:
     ) -> None:
         if len(calls) > 1 and in_checkpoint():
             raise SessionError(
-                "an activation checkpoint is around the nano-batches that take turns: it would run "
-                "them again one after the other, and their core attention is kept in another "
-                "order; checkpoint layers of the model, not PingPong or the whole model"
+                "an activation checkpoint is around nano-batches that take turns; checkpoint "
+                "layers of the model, not PingPong or the whole model"
             )
         self._forward = forward
         self._running = running

@@ -65,7 +65,7 @@ from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger, Tens
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
-from trainer_client.step.tick_wait import DeviceWait
+from trainer_client.step.step_report import DeviceWait
 from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
@@ -141,11 +141,7 @@ class RankSteps:
     # The training loop.
 
     def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
-        """Hands in a coming step's manifest; a refusal is raised by :meth:`begin`.
-
-        Raises:
-            SessionClosed: the job ended.
-        """
+        """Hands in a coming step's manifest; a refusal is raised by :meth:`begin`."""
         self._link.check()
         handed_in = HandedInStep(rank_manifest_to_proto(manifest), forward_only)
         with self.lock:
@@ -155,13 +151,7 @@ class RankSteps:
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
         """The plan of ``step``.
 
-        Time in which the control plane is away does not count.
-
-        Raises:
-            PlanNotReady: the manifest was not submitted or was refused, no plan can be made, or
-                ``timeout_seconds`` passed; then the message names the ranks that are late.
-            SessionClosed: the job ended.
-        """
+        Time in which the control plane is away does not count."""
         remaining_seconds = timeout_seconds
         self._link.check()
         with self.lock:
@@ -273,19 +263,19 @@ class RankSteps:
         self._count_wait(running, sent, began)
 
     def may_be_asked(self, last_step: int) -> bool:
-        """Whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
+        """Return whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
         with self.lock:
             return self._machine.may_be_asked(last_step)
 
     def is_finished(self, step: int) -> bool:
-        """Whether every rank that has not left has finished ``step`` and those before."""
+        """Return whether every rank that has not left has finished ``step`` and those before."""
         return self._machine.is_finished(step)
 
     def close(self) -> None:
         """Ends the thread, after what it does at the moment."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # What the control plane says; see trainer_client.link.listener.
+    # What the control plane says; see trainer_client.link.control_link.
 
     @property
     def epoch(self) -> int:
@@ -306,7 +296,7 @@ class RankSteps:
             return step, [] if running is None else [lane.begun_ticks for lane in running.lanes]
 
     def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
-        """Of unfinished steps, in order."""
+        """The manifests of unfinished steps, in order."""
         with self.lock:
             return self._machine.manifests
 
@@ -355,7 +345,7 @@ class RankSteps:
         self._forget_finished()
 
     def broken(self) -> None:
-        """The link has ended: whoever waits looks at it."""
+        """The link has ended: those who wait look at it."""
         with self.lock:
             self.lock.notify_all()
 

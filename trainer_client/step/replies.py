@@ -32,12 +32,12 @@ from data_plane.transport import (
 )
 from distca.contract.server_loss import LossCause
 from trainer_client.step.examiner import Examiner
-from trainer_client.step.exchanges import Exchange
+from trainer_client.step.exchanges import ServerExchange
 
 Tensors = Mapping[str, torch.Tensor]
 
 _LEAST_SECONDS = 1.0
-"""For a reply whose request took all of the time: a process that was stopped for a while hears of
+"""Left for a reply whose request took all of the time: a process that was stopped learns of
 its end late."""
 
 
@@ -66,7 +66,7 @@ def _transport_failed(server_id: str, error: TransportError | str) -> ExchangeFa
 class Awaited(Protocol):
     """A reply that is to come."""
 
-    exchange: Exchange
+    exchange: ServerExchange
 
     @property
     def began_at(self) -> float:
@@ -78,7 +78,7 @@ class Awaited(Protocol):
         """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
 
     def arrived(self) -> bool:
-        """Whether it is here.
+        """Return whether it is here.
 
         Raises:
             ExchangeFailed: it will not come.
@@ -104,7 +104,7 @@ class Awaited(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Exchanger:
-    """What sending needs to know of the process and the job.
+    """The process and the job, as far as sending needs them.
 
     Attributes:
         job: what the job's members agree on.
@@ -127,7 +127,7 @@ class Exchanger:
     deadline_seconds: float
 
     def send(
-        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+        self, exchange: ServerExchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
     ) -> Awaited:
         """Sends this rank's part of ``tick`` to one server; returns at once.
 
@@ -163,16 +163,16 @@ class Exchanger:
         sent.add_done_callback(awaited.request_ended)
         return awaited
 
-    def skip(self, exchange: Exchange, epoch: int, tick: Tick) -> None:
-        """Tells a server that this rank sends nothing of ``tick``'s lane any more, from ``tick``
-        on. A server that cannot be told is lost to the next tick that is sent to it."""
+    def skip(self, exchange: ServerExchange, epoch: int, tick: Tick) -> None:
+        """Reports to a server that this rank sends nothing of ``tick``'s lane any more, from
+        ``tick`` on. A server that cannot be reached is lost to the next tick that is sent to it."""
         if exchange.connection is None:
             self.in_place.end_local_lane(self.job.job_id, epoch, tick)
         else:
             exchange.connection.skip(tick.tag(reply=False))
 
     def _send_local(
-        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+        self, exchange: ServerExchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
     ) -> Awaited:
         shape, rows = self.job.shape, exchange.route.n_kv_rows
         partial: dict[str, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class Exchanger:
             raise ExchangeFailed(exchange.server_id, LossCause.OWN_SERVER, error) from error
         return _LocalAwaited(exchange, reply, partial, self.device)
 
-    def await_end(self, exchange: Exchange, transfer: Transfer) -> None:
+    def await_end(self, exchange: ServerExchange, transfer: Transfer) -> None:
         """The server owes the end of ``transfer``; its connection fails if it is stopped or cut off
         meanwhile."""
         assert exchange.connection is not None
@@ -208,7 +208,7 @@ class _RemoteAwaited:
     def __init__(
         self,
         exchanger: Exchanger,
-        exchange: Exchange,
+        exchange: ServerExchange,
         tick: Tick,
         inputs: Tensors,
         request: Transfer,
@@ -330,7 +330,7 @@ class _LocalAwaited:
     """A reply of this process's own server, which writes the query rows itself."""
 
     def __init__(
-        self, exchange: Exchange, reply: LocalReply, partial: Tensors, device: torch.device
+        self, exchange: ServerExchange, reply: LocalReply, partial: Tensors, device: torch.device
     ) -> None:
         self.exchange = exchange
         self._reply = reply

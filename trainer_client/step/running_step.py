@@ -25,17 +25,16 @@ from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.outlines import LaneOutline
 from trainer_client.machine.step import StepMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait
-from trainer_client.step.edge_keys import EdgeExchange, EdgeMessage
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.handed_over import HandedOver
+from trainer_client.step.neighbours import EdgeMessage, Neighbours
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
-from trainer_client.step.step_report import StepReport, TraceEvent
-from trainer_client.step.tick_wait import DeviceWait
+from trainer_client.step.step_report import DeviceWait, StepReport, TraceEvent
 
 
 class Ticks(Protocol):
-    """What sends a step's ticks and waits for them; thread-safe.
+    """A sender of a step's ticks, which also waits for them; thread-safe.
 
     Attributes:
         lock: guards the lanes of running steps.
@@ -63,20 +62,10 @@ class Ticks(Protocol):
             outputs: o and lse, or dq, by packed row, to be written.
             carried: k and v of the keys that are carried over from the nano-batch before.
             copies_keys: as of :class:`SentTick`.
-
-        Raises:
-            CoreAttentionFailed: the step is over, or this process's own server has failed.
         """
 
     def wait(self, running: RunningStep, sent: SentTick) -> None:
-        """Waits until ``sent`` is complete, through recoveries.
-
-        Raises:
-            CoreAttentionFailed: this process's own server failed, the step cannot be replayed, or
-                no plan came into force in ``recovery_timeout_seconds``.
-            ChangedInPlace: its inputs were written to meanwhile.
-            SessionClosed: the job ended.
-        """
+        """Waits until ``sent`` is complete, through recoveries."""
 
 
 class RunningStep:
@@ -109,7 +98,7 @@ class RunningStep:
         device: torch.device,
         forward_only: bool,
         ticks: Ticks,
-        neighbours: EdgeExchange,
+        neighbours: Neighbours,
     ) -> None:
         self.plan = plan
         self.job = job
@@ -152,7 +141,7 @@ class RunningStep:
 
     @property
     def lane_outlines(self) -> tuple[LaneOutline, ...]:
-        """What the machine needs to know of its nano-batches."""
+        """The outlines of its nano-batches, for the machine."""
         return tuple(
             LaneOutline(has_rows=bool(n_rows), is_shared=self._is_shared(nano_batch))
             for nano_batch, n_rows in enumerate(self._n_rows)
@@ -212,11 +201,7 @@ class RunningStep:
         return self._n_rows[nano_batch]
 
     def forward_call(self, nano_batch: int, *, needs_backward: bool) -> int:
-        """Counts a nano-batch's attention calls; returns the call's layer.
-
-        Raises:
-            SessionError: see :meth:`trainer_client.machine.lane_calls.LaneCalls.forward`.
-        """
+        """Counts a nano-batch's attention calls; returns the call's layer."""
         with self.ticks.lock:
             return self.lanes[nano_batch].calls.forward(needs_backward)
 
@@ -252,11 +237,7 @@ class RunningStep:
     def take_over(
         self, nano_batch: int, call: str, *, needs_backward: bool
     ) -> tuple[HandedOver, torch.Tensor]:
-        """A nano-batch has come to a call: what it takes over from the one before, and its link.
-
-        Raises:
-            SessionError: that one has not come to the call, or its backward pass has.
-        """
+        """A nano-batch has come to a call: what it takes over from the one before, and its link."""
         before = nano_batch - 1
         found = self._handed_over.pop((before, call), None)
         if found is None:
@@ -276,11 +257,7 @@ class RunningStep:
         self._handed_over.clear()
 
     def backward_call(self, nano_batch: int, layer: int) -> None:
-        """The backward pass of a call begins.
-
-        Raises:
-            SessionError: see :meth:`trainer_client.machine.lane_calls.LaneCalls.backward`.
-        """
+        """The backward pass of a call begins."""
         if self._n_rows[nano_batch]:
             with self.ticks.lock:
                 self.lanes[nano_batch].calls.backward(layer)
@@ -291,11 +268,7 @@ class RunningStep:
             self.lanes[nano_batch].calls.stage_begins(stage, n_layers)
 
     def lane_returned(self, nano_batch: int) -> None:
-        """The forward pass of a nano-batch is over, or that of a stage in it.
-
-        Raises:
-            SessionError: it has rows, and called core attention less often than the job said.
-        """
+        """The forward pass of a nano-batch is over, or that of a stage in it."""
         if self._n_rows[nano_batch]:
             self.lanes[nano_batch].calls.returned()
 
@@ -309,13 +282,7 @@ class RunningStep:
         self._checks.append(check)
 
     def check_ended(self) -> None:
-        """The step's block has ended without an error.
-
-        Raises:
-            ValueError: tensors on a GPU told of other documents than the manifest.
-            SessionError: ticks that servers expect of this rank are missing, and nobody gave the
-                step up; names how many calls were made.
-        """
+        """Check that a step whose block ended without an error is complete, or was given up."""
         for check in self._checks:
             check()
         if self.complete or self.given_up:
@@ -324,23 +291,17 @@ class RunningStep:
             # A model that silently runs another implementation would train without being served.
             raise SessionError(
                 f"step {self.step} ended without a call of core attention; load the model with "
-                "attn_implementation='distca' after "
-                "'import trainer_client.models.transformers' (building another model from "
-                "the same config object changes it), or call trainer_client.core_attention. If it "
-                "was loaded so, its model type computes attention without transformers' attention "
-                "interface: trainer_client.models.transformers.check_documents(model) says "
-                "why"
+                "attn_implementation='distca', or see what check_documents(model) of "
+                "trainer_client.models.transformers says"
             )
         raise SessionError(
-            f"step {self.step} was not run to its end: {self.unfinished}; run backward inside the "
-            "step's block, from a loss that depends on every layer of every nano-batch. For "
-            "evaluation use torch.no_grad or submit(..., forward_only=True); to leave a step out "
-            "on purpose, as when the loss is not finite, call give_up(reason) of the step"
+            f"step {self.step} was not run to its end: {self.unfinished}; run backward in its "
+            "block, submit(..., forward_only=True), or call give_up(reason) of the step"
         )
 
     @property
     def unfinished(self) -> str:
-        """Which lanes lack ticks, in words."""
+        """The lanes that lack ticks, in words."""
         return ", ".join(
             f"nano-batch {nano_batch} made {lane.calls.forward_calls} of {lane.calls.n_layers} "
             f"forward and {lane.calls.backward_calls} of {lane.calls.expected_backward_calls} "
@@ -351,16 +312,16 @@ class RunningStep:
 
     @property
     def called(self) -> bool:
-        """Whether core attention was called at all; True for a step without rows."""
+        """Return whether core attention was called at all; True for a step without rows."""
         return any(lane.calls.forward_calls for lane in self.lanes) or not any(self._n_rows)
 
     @property
     def complete(self) -> bool:
-        """Whether every tick that servers expect of this rank is complete."""
+        """Return whether every tick that servers expect of this rank is complete."""
         return all(lane.is_over for lane in self.lanes)
 
     def served_tasks(self) -> Iterator[ServedTasks]:
-        """What every server of the plan in force runs for this rank in the step."""
+        """The tasks that every server of the plan in force runs for this rank in the step."""
         plan = self.in_force
         for nano_batch in range(self.job.n_nano_batches if plan else 0):
             calls = self.lanes[nano_batch].calls
@@ -419,8 +380,8 @@ class RunningStep:
         )
 
     def _is_shared(self, nano_batch: int) -> bool:
-        """Whether a document of the nano-batch has rows, or keys that are carried over, here and on
-        another rank."""
+        """Return whether a document of the nano-batch has rows, or keys that are carried over, here
+        and on another rank."""
         manifest = self.plan.manifest
         held = manifest.held
         here = np.unique(held.document[held.rank == self.rank])

@@ -53,21 +53,14 @@ class SentTick:
     _joined: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def check(self) -> None:
-        """
-        Raises:
-            ChangedInPlace: the inputs were written to since the tick began.
-        """
+        """Raise ChangedInPlace if the inputs were written to since the tick began."""
         if self.inputs is not None:
             self.inputs.get()
             self.carried.get()
 
     def rows(self) -> Tensors:
         """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
-        once nobody can ask for them again. On a GPU, for the current stream.
-
-        Raises:
-            ChangedInPlace: as :meth:`check`.
-        """
+        once nobody can ask for them again. On a GPU, for the current stream."""
         held = self.inputs
         if held is None:
             return {}
@@ -90,7 +83,7 @@ class SentTick:
         return outputs, gradients
 
     def zero_gradients(self, shape: AttentionShape) -> dict[str, torch.Tensor]:
-        """What the parts of dk and dv are summed up in, float32."""
+        """The tensors in which parts of dk and dv are summed up, float32."""
         assert self.inputs is not None
         k = self.inputs.get()["k"]
         n_rows = len(k) + len(self.carried.get().get("k", ()))

@@ -67,7 +67,7 @@ class ServerLinks:
         options: of the session.
         make_hello: makes the first message.
         token: gives the rank's token, which both sides prove to know.
-        metrics, data_metrics: told of connections.
+        metrics, data_metrics: of connections.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServerLinks:
             plan: this rank's slice.
             first_step: the first step whose ticks are sent on new connections.
             wanted: whether the plan is still to be run. Servers take the ticks of a connection
-                from its first step on, so that none may be left open that is not wanted. Whoever
+                from its first step on, so that none may be left open that is not wanted. Who
                 makes it false closes all connections then.
 
         Raises:
@@ -189,7 +189,7 @@ class ServerLinks:
         return connection
 
     def _patience_with(self, server: PlanServer) -> float:
-        """For how long a server may say nothing."""
+        """How long a server may say nothing."""
         options = self._options
         is_pool = server.in_place_rank is None
         timeout = options.ping_timeout_seconds if is_pool else options.rank_ping_seconds

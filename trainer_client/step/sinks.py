@@ -25,9 +25,6 @@ def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch
 
     Returns:
         As o; computed in float32. Differentiable once in o, lse and sinks.
-
-    Raises:
-        TensorError: the sinks are not one number a head, or on another device.
     """
     if sinks.shape != o.shape[-2:-1] or not sinks.is_floating_point() or sinks.device != o.device:
         raise TensorError(

@@ -1,8 +1,24 @@
-"""What a rank measured in one step, in numbers and on a time line."""
+"""A rank's measurements in one step, in numbers and on a time line.
+
+A GPU computes behind the thread that launches its work: the thread is blocked on replies while the
+device computes what was launched before. There two events in the stream show how long a tick held
+up the rank: one when the thread begins to wait, one when the replies have been taken in. Nothing is
+launched in between but what takes them in, so between the two the device had nothing else to do.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from core_attention.ca_task import Phase
+from trainer_client.metrics import TickWait
+
+_LOOK_SECONDS: Final = 1e-4
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a rank measured in one step.
+    """The measurements of a rank in one step.
 
     Attributes:
         step: which.
@@ -36,7 +52,7 @@ class StepReport:
             attention.
         exposed_seconds: of ``step_seconds``, in which nothing was computed because of that. The
             same on a CPU. A GPU computes what was launched before while the thread is blocked, so
-            there events in its stream tell; None if it did not come to them in time.
+            there events in its stream show it; None if it did not come to them in time.
         send_seconds: of ``step_seconds``, spent packing and handing over requests.
         sent_bytes, received_bytes: to and from other processes.
         recoveries: how often another plan was put in force in the middle of the step.
@@ -59,3 +75,39 @@ class StepReport:
     replayed_ticks: int = 0
     recovery_seconds: float = 0.0
     edge_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWait:
+    """A wait of which the device's clock knows the length, once the device has come so far.
+
+    Attributes:
+        phase, flight_seconds: as of a :class:`TickWait`.
+        began: what was launched before the wait has run.
+        ended: the replies have been taken in.
+    """
+
+    phase: Phase
+    flight_seconds: float
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    def known(self) -> TickWait:
+        """Its length; only once ``ended`` has happened."""
+        seconds = self.began.elapsed_time(self.ended) / 1e3
+        return TickWait(self.phase, self.flight_seconds, seconds)
+
+
+def lengths(waits: Sequence[DeviceWait], timeout_seconds: float) -> list[TickWait] | None:
+    """The lengths of a step's waits, in order; None if the device does not come to the last of them
+    within ``timeout_seconds``.
+
+    The device has little more to do than the thread has: it was waited for in the last of them.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    for wait in waits:
+        while not wait.ended.query():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_SECONDS)
+    return [wait.known() for wait in waits]

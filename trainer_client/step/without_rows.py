@@ -24,11 +24,11 @@ _LEAST_ROWS = 2
 """A loss of next tokens needs two to have one label, and no mean over none."""
 
 needs_rows: list[Callable[[nn.Module], bool]] = []
-"""Each tells of a module whether it cannot be run on empty tensors; frameworks add theirs."""
+"""Each returns whether a module cannot be run on empty tensors; frameworks add theirs."""
 
 
 def is_without_rows(module: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether ``batch`` has empty tensors and ``module`` cannot be run on them."""
+    """Return whether ``batch`` has empty tensors and ``module`` cannot be run on them."""
     return (
         _rows_at(batch) is not None
         and isinstance(module, nn.Module)
@@ -61,7 +61,7 @@ def run_without_rows(module: Callable[..., Any], batch: Mapping[str, Any]) -> An
 
 
 def _rows_at(batch: Mapping[str, Any]) -> int | None:
-    """In which dimension tensors have no rows; None if all have some."""
+    """The dimension in which tensors have no rows; None if all have some."""
     for value in batch.values():
         if isinstance(value, torch.Tensor) and 0 in value.shape:
             return list(value.shape).index(0)

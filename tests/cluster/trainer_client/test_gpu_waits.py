@@ -16,7 +16,7 @@ from tests.service.trainer_client.test_integrity import metric
 from tests.service.trainer_client.test_parity import spanning
 from tests.support.cluster import cluster
 from tests.support.team import Team
-from trainer_client.step.tick_wait import DeviceWait, lengths
+from trainer_client.step.step_report import DeviceWait, lengths
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,8 +28,7 @@ from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Team, compare
 from trainer_client import Session, SessionError, SessionOptions, core_attention, in_nano_batch
 from trainer_client.errors import CoreAttentionFailed
-from trainer_client.step.edge_keys import EdgeMessage
-from trainer_client.step.neighbours import Neighbours
+from trainer_client.step.neighbours import EdgeMessage, Neighbours
 
 WINDOW = 16
 

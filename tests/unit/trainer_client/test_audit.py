@@ -24,7 +24,7 @@ from tests.unit.trainer_client.answers import (
     two_documents_at_home,
 )
 from trainer_client.integrity.answer import Answer
-from trainer_client.integrity.audit import ROWS, Auditor, Finding
+from trainer_client.integrity.audit import ROWS, AuditFinding, Auditor
 
 SCALE = SHAPE.default_softmax_scale
 CLOSE_SECONDS = 30.0
@@ -41,7 +41,9 @@ def close_auditors() -> Iterator[None]:
 
 
 def auditor_of(
-    found: list[Finding] | None = None, rate: float = 1.0, random: np.random.Generator | None = None
+    found: list[AuditFinding] | None = None,
+    rate: float = 1.0,
+    random: np.random.Generator | None = None,
 ) -> Auditor:
     """An auditor whose findings come into ``found``."""
     on_finding = (lambda _: None) if found is None else found.append
@@ -51,9 +53,9 @@ def auditor_of(
     return auditor
 
 
-def findings(*answers: Answer) -> list[Finding]:
+def findings(*answers: Answer) -> list[AuditFinding]:
     """What auditing all tasks of ``answers`` finds, in the order of their queries."""
-    found: list[Finding] = []
+    found: list[AuditFinding] = []
     for answer in answers:
         auditor = auditor_of(found)
         auditor.sample(answer)
@@ -216,7 +218,7 @@ def test_long_tasks_cost_a_few_rows() -> None:
 
 
 def test_no_server_is_blamed_for_keys_that_the_model_has_written_over() -> None:
-    found: list[Finding] = []
+    found: list[AuditFinding] = []
     changed = threading.Event()
 
     class Late(Auditor):

@@ -94,6 +94,7 @@ class Steps:
         self.model = Layers(layers, checkpointed=checkpointed)
         self.rows: dict[tuple[int, int, int], Rows] = {}
         plan: Any = SimpleNamespace(step=0, manifest=Manifest.merge(manifests, len(manifests)))
+        nobody: Any = SimpleNamespace()  # nothing is sent
         job: Any = SimpleNamespace(shape=SHAPE, scale=SHAPE.default_softmax_scale, n_nano_batches=2)
         self.running = [
             RunningStep(
@@ -102,8 +103,8 @@ class Steps:
                 rank=rank,
                 device=torch.device("cpu"),
                 forward_only=False,
-                ticks=SimpleNamespace(),  # none is sent
-                neighbours=SimpleNamespace(),  # nothing goes to them
+                ticks=nobody,
+                neighbours=nobody,
             )
             for rank in range(len(manifests))
         ]

@@ -9,7 +9,7 @@ import torch
 
 from core_attention.ca_task import Phase
 from trainer_client.metrics import TickWait
-from trainer_client.step.tick_wait import DeviceWait, lengths
+from trainer_client.step.step_report import DeviceWait, lengths
 
 
 class Moment:
