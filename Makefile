@@ -200,7 +200,7 @@ image-names:
 
 .PHONY: release-check publish push-chart references sbom sign smoke-gpu check-wheels
 
-# A release is made of these, here or by .github/workflows/release.yml: see docs/releasing.md.
+# A release is made of these, here or by .github/workflows/release.yml: see CONTRIBUTING.md.
 PLATFORMS ?= linux/amd64,linux/arm64
 HELM ?= helm
 COSIGN ?= cosign

@@ -1,4 +1,4 @@
-"""Prints the tables of ``docs/configuration.md`` from the options of the commands.
+"""Prints the tables of ``docs/configuration.md``: timeouts, and the options of the commands.
 
 ``--check`` writes nothing and exits with 1 if the page is not what it would be.
 """
@@ -14,15 +14,16 @@ from typing import Any
 
 from distca.cli import command_line
 from distca.configuration import ConfigOption, options_of
+from distca.contract.timeouts import as_markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-BEGIN = "<!-- Options: written by `make configuration-page` from the commands. -->\n"
+BEGIN = "<!-- All below is written by `make configuration-page`. -->\n"
 
 _HEAD = "| key and flag | environment | default | meaning |\n|---|---|---|---|\n"
 
 
 def printed(page: str) -> str:
-    """``page`` with the tables of all options at its end.
+    """Returns ``page`` with the tables of timeouts and of all options at its end.
 
     Raises:
         ValueError: the line after which they stand is missing.
@@ -30,7 +31,7 @@ def printed(page: str) -> str:
     if BEGIN not in page:
         raise ValueError(f"{PAGE.name} lacks the line {BEGIN.strip()!r}")
     before = page[: page.index(BEGIN) + len(BEGIN)]
-    return before + "".join(
+    return f"{before}\n{as_markdown()}" + "".join(
         _table(command, list(options))
         for command, options in groupby(options_of(command_line()), key=lambda one: one.command)
     )

@@ -1,7 +1,7 @@
 """A user's own training loop: a Llama of transformers as it is, DDP, activation checkpoints.
 
-The loop is README's, without a barrier on the host. Every way trains on the same documents, in
-processes of its own:
+The loop is that of docs/training_loops.md, without a barrier on the host. Every way trains on the
+same documents, in processes of its own:
 
 * plain: FlashAttention-4 on each rank's packed row (``benchmarks.gpu.end_to_end``'s plain packing);
 * in-place: servers inside the trainers;

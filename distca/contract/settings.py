@@ -114,7 +114,7 @@ class ClientTls:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeouts:
-    """How long a rank waits for what; see ``docs/timeouts.md``."""
+    """How long a rank waits for what; see ``docs/configuration.md``."""
 
     PANEL: ClassVar = "Service"
 

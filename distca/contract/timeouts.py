@@ -3,9 +3,9 @@
 Defaults are written here alone: settings and constants take theirs with :func:`default_seconds`.
 (The data plane stands below this package and holds its own two; a test compares them.)
 
-``docs/timeouts.md`` shows the table. Some of the times must stand in an order, or the wrong one
-runs out first and names the wrong culprit; :func:`check_order` holds what a process knows of them
-against that order when it starts.
+``docs/configuration.md`` shows the table. Some of the times must stand in an order, or the wrong
+one runs out first and names the wrong culprit; :func:`check_order` holds what a process knows of
+them against that order when it starts.
 """
 
 from __future__ import annotations
@@ -628,7 +628,7 @@ def known_timeouts(*settings: object) -> dict[str, float]:
 
 
 def as_markdown() -> str:
-    """The table and the orders, as ``docs/timeouts.md`` shows them."""
+    """The table and the orders, as ``docs/configuration.md`` shows them."""
     rows = (
         (
             f"`{each.name}`",

@@ -24,7 +24,7 @@ KILLED_SECONDS = 5.0
 
 STOPPED_SECONDS = 0.5 + 2.5 + 3.0
 """The same for one that is stopped or cut off: ping_quiet_seconds, ping_timeout_seconds, and the
-recovery itself, see docs/timeouts.md."""
+recovery itself, see docs/configuration.md."""
 
 RUN_SECONDS = 900.0
 """No run takes longer, or it hangs."""

@@ -1,4 +1,4 @@
-"""The README's examples, a Trainer of transformers and a loop of one's own, run as they stand
+"""The README's Trainer of transformers and the loop of docs/training_loops.md run as they stand
 there, and train as local attention does."""
 
 from __future__ import annotations
@@ -90,9 +90,13 @@ def test_examples_of_trainers_train(
 
 
 def examples() -> dict[str, str]:
-    """The README's loops, by name."""
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return dict(zip(("Trainer", "own"), found, strict=True))
+    """The documents' loops that need nothing added, by name."""
+    pages = {"Trainer": "README.md", "own": "docs/training_loops.md"}
+    scripts = {}
+    for name, page in pages.items():
+        text = (ROOT / page).read_text()
+        (scripts[name],) = re.findall(r"```python\n(import .*?)```", text, re.DOTALL)
+    return scripts
 
 
 def python_path() -> str:

@@ -24,7 +24,7 @@ SHORT = {
 
 
 def command_in_docs(framework: str) -> str:
-    text = (ROOT / "docs" / f"{framework}.md").read_text()
+    text = (ROOT / "docs" / "frameworks.md").read_text()
     (found,) = re.findall(rf"^torchrun .*examples\.{framework}.*$", text, re.MULTILINE)
     return str(found)
 

@@ -1,5 +1,5 @@
-"""One rank of a combination: README's loop, and what it does beside; then all gradients compared
-with those of an ordinary model that runs each document alone in a wider dtype.
+"""One rank of a combination: the loop of docs/training_loops.md, and what it does beside; then all
+gradients compared with those of an ordinary model that runs each document alone in a wider dtype.
 
 python -m tests.cluster.gpu_loops.rank SETTINGS
 """
@@ -158,7 +158,7 @@ def _of_all_ranks(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Loop:
-    """A user's loop, as README has it.
+    """A user's loop, as docs/training_loops.md has it.
 
     Args:
         settings: of the rank.

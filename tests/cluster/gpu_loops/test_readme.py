@@ -1,4 +1,4 @@
-"""The README's loops as they stand, on two GPUs."""
+"""The documents' loops as they stand, on two GPUs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.deploy.helm.chart import TOOLS, VALUE_SETS
 from tests.support.service_harness import client_of, running
 
 KUBERNETES = ROOT / "docs" / "deploy_kubernetes.md"
-DOCTOR = ROOT / "docs" / "doctor.md"
+RUNBOOK = ROOT / "docs" / "runbook.md"
 
 
 def commands(document: Path) -> list[str]:
@@ -66,7 +66,7 @@ def distca_path(folder: Path) -> Iterator[str]:
 @pytest.mark.timeout(600)
 def test_every_command_about_the_doctor_runs(tmp_path: Path) -> None:
     """The port of the documents stands for that of a control plane on a free one."""
-    shown = commands(DOCTOR)
+    shown = commands(RUNBOOK)
     (listen,) = (command for command in shown if "--listen" in command)
     with (
         running() as control_plane,

@@ -1,7 +1,7 @@
 """Megatron-core: the core attention of layer specs served, and steps for its training loop.
 
 ``serve(spec)`` puts :class:`ServedCoreAttention` into a layer spec, ``ServedSteps`` numbers what
-``get_forward_backward_func()`` runs; see docs/megatron.md. Megatron-core is not changed.
+``get_forward_backward_func()`` runs; see docs/frameworks.md. Megatron-core is not changed.
 """
 
 from trainer_client.frameworks.versions import require_version

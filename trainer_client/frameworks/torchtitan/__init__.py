@@ -1,7 +1,7 @@
 """torchtitan: ``VarlenAttention`` served, by an override and a trainer of its own.
 
 ``served(config)`` makes a configuration of torchtitan one that trains with served core attention;
-see docs/torchtitan.md. torchtitan is not changed: the attention is replaced by its own override
+see docs/frameworks.md. torchtitan is not changed: the attention is replaced by its own override
 mechanism (``--override.imports``), the training loop extended by a subclass of its ``Trainer``.
 """
 
