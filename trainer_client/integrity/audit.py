@@ -128,7 +128,6 @@ class Auditor:
         on_finding: called on the auditor's thread with the outcome of each audit.
         device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
             own, so that copies do not wait for the model's kernels.
-        random: draws tasks and rows; None: one of the session's own, from the system's entropy.
     """
 
     def __init__(
@@ -139,12 +138,9 @@ class Auditor:
         rule: ScoreRule = PLAIN,
         on_finding: Callable[[AuditFinding], None],
         device: torch.device,
-        random: np.random.Generator | None = None,
     ) -> None:
-        if not 0 <= rate <= 1:
-            raise ValueError(f"rate is {rate}; it must be a share, 0 to 1")
         self._rate = rate
-        self._random = random or np.random.default_rng(secrets.randbits(128))
+        self._random = np.random.default_rng(secrets.randbits(128))
         self._scale, self._rule = scale, rule
         self._on_finding = on_finding
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -23,7 +23,6 @@ from tests.support.service_harness import (
     running,
 )
 from trainer_client.errors import PlanNotReady, SessionClosed
-from trainer_client.link.planned_step import PlannedStep
 
 
 def settings(address: str) -> rpc.RpcSettings:
@@ -112,23 +111,6 @@ def test_recovery_asks_for_progress_and_brings_new_plans(
             assert again.plan.epoch == rank.steps.epoch == epoch + 1
             assert again.first_tick.tolist() == [2 + rank.rank, 2 + rank.rank, 1]
             assert rank.wait(1).plan.epoch == epoch + 1
-
-
-def test_a_wait_goes_on_through_a_recovery(control_plane: ControlPlane, client: Client) -> None:
-    client.register("s0")
-    client.register("s1")
-    with ranks_of(control_plane.address) as ranks:
-        submit_all(ranks, 0)
-        epoch = ranks[0].wait(0).plan.epoch
-        ranks[0].submit(1)
-        result: list[PlannedStep] = []
-        waiter = threading.Thread(target=lambda: result.append(ranks[0].wait(1)))
-        waiter.start()
-        ranks[1].link.report_lost(lost("s0", epoch))
-        eventually(lambda: ranks[0].received[2:] == [("recover", ["s0"]), ("planned", 0)])
-        ranks[1].submit(1)
-        waiter.join(WAIT_SECONDS)
-        assert result[0].plan.epoch == epoch + 1
 
 
 def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path) -> None:

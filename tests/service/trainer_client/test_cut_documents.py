@@ -80,26 +80,6 @@ def test_every_placement_matches_the_reference(team: Team, case: str) -> None:
     team.check(TWO_RANKS[case])
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_one_and_three_ranks_match_the_reference(
-    pool_of_four: Cluster, n_ranks: int, placement: str
-) -> None:
-    with Team(pool_of_four, n_ranks, make_shape(), n_layers=2, placement=placement) as team:
-        team.check(in_halves(n_ranks, 509))
-        team.check(in_halves(n_ranks, 100, 301, 33, 7))
-
-
-@pytest.mark.parametrize("planner", ["greedy", "balanced"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_products_own_planners_match_the_reference(
-    pool_of_four: Cluster, placement: str, planner: str
-) -> None:
-    with Team(pool_of_four, 2, make_shape(), placement=placement, planner=planner) as team:
-        team.check(in_halves(2, 2401))
-        team.check(in_halves(2, 300, 1500, 700, 20))
-
-
 def in_pairs(*steps: list[RankManifest]) -> list[RankManifest]:
     """One step of as many pairs of nano-batches as there are ``steps`` of two, on the same ranks;
     with ids that all of them have, of other documents."""
@@ -139,52 +119,6 @@ def test_every_pair_of_nano_batches_matches_the_reference(
         for between in ("each rank cuts one of its own", "cut after its first token"):
             team.check(in_pairs(in_halves(2, 301), TWO_RANKS[between], in_halves(2, 9, 120, 1)))
         team.check(in_pairs(in_halves(2, 4), *[TWO_RANKS["many cut documents, in any order"]] * 2))
-
-
-@pytest.mark.parametrize("interleave", [True, False])
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_checkpoints_and_turns_match_the_reference(
-    pool_of_four: Cluster, checkpointed: bool, interleave: bool
-) -> None:
-    with Team(
-        pool_of_four,
-        2,
-        make_shape(),
-        n_layers=3,
-        placement="mixed",
-        checkpointed=checkpointed,
-        interleave=interleave,
-    ) as team:
-        team.check(in_halves(2, 403))
-        team.check(TWO_RANKS["many cut documents, in any order"])
-
-
-@pytest.mark.parametrize(("num_heads", "num_heads_kv"), [(2, 2), (8, 1)])
-def test_bfloat16_matches_the_reference(
-    pool_of_four: Cluster, num_heads: int, num_heads_kv: int
-) -> None:
-    shape = make_shape(num_heads, num_heads_kv, "bfloat16")
-    with Team(pool_of_four, 2, shape, n_layers=2, placement="mixed") as team:
-        team.check(in_halves(2, 301))
-
-
-def test_equal_steps_give_equal_bits(pool_of_four: Cluster) -> None:
-    manifests = in_halves(2, 701)
-    with Team(pool_of_four, 2, make_shape(), placement="mixed", planner="greedy") as team:
-        runs = [team.run(manifests) for _ in range(3)]
-    for key, rows in runs[0].rows.items():
-        for other in runs[1:]:
-            for name, tensor in rows.items():
-                assert tensor.equal(other.rows[key][name]), f"{name} of {key} differs"
-
-
-def test_forward_only_steps_match_the_reference(pool_of_four: Cluster) -> None:
-    manifests = in_halves(2, 303)
-    with Team(pool_of_four, 2, make_shape(), n_layers=2, placement="mixed") as team:
-        with_backward = team.run(manifests)
-        alone = team.run(manifests, backward=False)
-    for key, rows in alone.rows.items():
-        assert rows["o"].allclose(with_backward.rows[key]["o"], atol=1e-6)
 
 
 @st.composite
@@ -281,48 +215,6 @@ def test_one_backward_of_both_gives_all_gradients(one_rank: Steps) -> None:
             assert ours.grad is not None
             assert expected.grad is not None
             torch.testing.assert_close(ours.grad.double(), expected.grad[half], atol=1e-5, rtol=0)
-
-
-def tiny_documents_of_its_own(rank: int, count: int) -> RankManifest:
-    """Of 1 to 5 tokens; those of 2 and more are cut between the halves."""
-    documents = [(rank * count + index, 1 + index % 5) for index in range(count)]
-    return RankManifest(
-        0,
-        rank,
-        (
-            tuple(Segment(each, length, 0, -(-length // 2)) for each, length in documents),
-            tuple(
-                Segment(each, length, -(-length // 2), length // 2)
-                for each, length in documents
-                if length > 1
-            ),
-        ),
-    )
-
-
-@pytest.mark.parametrize("placement", ["pool", "in-place"])
-def test_windows_at_home_take_turns_with_served_layers(
-    pool_of_four: Cluster, placement: str
-) -> None:
-    """In every order of kinds: see test_home_layers for the layers at home alone."""
-    layers = [
-        Layer(window=16, sinks=True),
-        Layer(),
-        Layer(chunk=16),
-        Layer(window=200),
-        Layer(sinks=True),
-    ]
-    for checkpointed in (False, True):
-        with Team(
-            pool_of_four,
-            2,
-            make_shape(),
-            layers=layers,
-            placement=placement,
-            checkpointed=checkpointed,
-        ) as team:
-            team.check(TWO_RANKS["each rank cuts one of its own"])
-            team.check([tiny_documents_of_its_own(rank, 40) for rank in range(2)])
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import pytest
 
 from attention_node.exchange import LocalReply
 from attention_node.open_tick import TickGivenUp
-from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest
 from distca.contract.server_loss import LossCause
 from tests.service.data_plane.conformance import eventually
-from tests.service.trainer_client.test_recovery import kill_at, spanning
+from tests.service.trainer_client.test_recovery import spanning
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.team import Team
 
@@ -29,14 +28,6 @@ def servers(tmp_path: Path) -> Iterator[Cluster]:
 def counted(servers: Cluster) -> set[LossCause]:
     """The causes that ranks have reported."""
     return {cause for cause in LossCause if servers.failures_detected(cause)}
-
-
-def test_a_connection_that_ends(servers: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Team(servers, 2, NODE_SHAPE, placement="pool", n_layers=2) as team:
-        kill_at(monkeypatch, [servers.processes[1]], rank=0, layer=1, phase=Phase.FORWARD)
-        team.check(spanning(2))
-    assert LossCause.TRANSPORT_ERROR in counted(servers)
-    assert counted(servers) <= {LossCause.TRANSPORT_ERROR, LossCause.UNREACHABLE}
 
 
 def test_a_server_that_cannot_be_reached(servers: Cluster) -> None:
@@ -67,15 +58,6 @@ def test_a_server_that_answers_pings_but_sends_no_reply(servers: Cluster) -> Non
     assert LossCause.DEADLINE in counted(servers)
 
 
-def test_results_that_are_wrong(servers: Cluster) -> None:
-    servers.processes[1].kill()
-    servers.processes[2].kill()
-    servers.start_node("faulty", prelude=_NOT_FINITE)
-    with Team(servers, 1, NODE_SHAPE, placement="pool") as team:
-        team.check(alone())
-    assert LossCause.CORRUPT_RESULT in counted(servers)
-
-
 def test_a_tick_that_the_rank_s_own_server_gives_up(servers: Cluster) -> None:
     with Team(servers, 1, NODE_SHAPE, placement="in-place") as team:
         ticks = team.sessions[0]._in_place.ticks
@@ -97,14 +79,4 @@ def alone() -> list[RankManifest]:
 _NO_REPLY = """
 from attention_node.open_tick import OpenTick
 OpenTick._reply = lambda self, rank: None
-"""
-
-_NOT_FINITE = """
-from core_attention.kernels.cpu import CpuKernel
-forward = CpuKernel.forward
-def damaged(self, parts, scale, *rule):
-    forward(self, parts, scale, *rule)
-    for part in parts:
-        part.o[part.tasks.q_begin[0]] = float("nan")
-CpuKernel.forward = damaged
 """

