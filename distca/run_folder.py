@@ -16,7 +16,10 @@ from distca.errors import RunFolderError
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "step-????????.pt"
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, oldest first."""
+    return sorted(folder.glob("step-????????.pt"))
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint that is complete."""
-        return max(self.checkpoints.glob(_CHECKPOINTS), default=None)
+        return max(list_checkpoints(self.checkpoints), default=None)
 
     def open(self) -> None:
         """Makes the folder if need be, and drops the record and report of an earlier part of the

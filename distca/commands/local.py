@@ -45,11 +45,6 @@ def local(
     check_packages(local.transport)
     # The trainers check all of it themselves; here only so that a mistake is told at once.
     check_together(data, training, plan.homes, local.mode)
-    if training.pipeline_stages > 1 or training.tensor_parallel > 1:
-        # Of what torch and transformers know, where it is asked for: loading them takes seconds.
-        from distca.train.division import check_division
-
-        check_division(model, training, local.trainers)
     open_corpus(data.data, data.text_field)
     run = LocalRun(
         local=local,

@@ -117,27 +117,17 @@ class PackedStep:
         """Tokens whose successor is predicted, over all ranks: all but each document's last."""
         return sum(document.length - 1 for document in self.documents)
 
-    def rank_manifest(self, rank: int, *, copy: int = 0, n_copies: int = 1) -> RankManifest:
-        """What a rank of the job holds.
-
-        Args:
-            rank: one of the batch's shape: a replica, if several ranks of the job hold the same
-                documents, since they have stages or shares of one model.
-            copy: which of them; each has ids of its own for the documents.
-            n_copies: how many they are.
-        """
-        first_id = copy * len(self.documents)
+    def rank_manifest(self, rank: int) -> RankManifest:
+        """The documents that ``rank`` holds."""
         nano_batches = [
             [
-                Segment(
-                    first_id + document.document_id, document.length, piece.offset, piece.length
-                )
+                Segment(document.document_id, document.length, piece.offset, piece.length)
                 for document in self.documents
                 for piece in document.on(rank, nano_batch)
             ]
             for nano_batch in range(self.shape.n_nano_batches)
         ]
-        return RankManifest(self.step, rank * n_copies + copy, nano_batches)
+        return RankManifest(self.step, rank, nano_batches)
 
 
 class Packer:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from core_attention.shape import format_shape
+from core_attention.shape import AttentionShape, format_shape
 from distca.configuration import without_commands
 from distca.contract.settings import IntegritySettings
 from distca.contract.timeouts import default_seconds
@@ -26,7 +26,6 @@ from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
-from distca.shapes import configured_shape, local_shape
 from distca.train.settings import (
     DeviceName,
     ModelSettings,
@@ -60,6 +59,22 @@ class LocalRun:
     environ: Mapping[str, str]
 
 
+def configured_shape(model: ModelSettings) -> AttentionShape:
+    """The shape that attention nodes serve; loads transformers only if the model needs it."""
+    if model.model_config is not None or model.model_preset is not None:
+        from distca.train.model import attention_shape, model_config
+
+        return attention_shape(model_config(model, max_positions=1), model.dtype)
+    head_dim = model.hidden_size // model.heads
+    return AttentionShape(
+        num_heads=model.heads,
+        num_heads_kv=model.kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=model.dtype.value,
+    )
+
+
 def launch(run: LocalRun, folder: RunFolder, console: Console) -> bool:
     """Runs everything to its end; no process is left when it returns or raises.
 
@@ -91,8 +106,7 @@ class _Launcher:
         self._run = run
         self._folder = folder
         self._supervisor = supervisor
-        # Of one rank, which is what servers compute.
-        self._shape = local_shape(configured_shape(run.model), run.training.tensor_parallel)
+        self._shape = configured_shape(run.model)
         self._rendezvous = folder.logs / "rendezvous"
         # What an earlier run left there would be taken for this one's.
         self._rendezvous.unlink(missing_ok=True)

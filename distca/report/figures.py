@@ -16,7 +16,6 @@ from distca.report.style import BLUE, GREY, INK, ORANGE, figure_style, whole_ste
 from distca.report.timeline import draw_timeline
 
 MILLI = 1e3
-MEBI = 2**20
 
 
 def draw_figures(record: RunRecord) -> dict[str, Figure]:
@@ -26,11 +25,8 @@ def draw_figures(record: RunRecord) -> dict[str, Figure]:
         drawers["imbalance"] = lambda: draw_imbalance(record)
     if (detail := record.detail) is not None:
         drawers["load"] = lambda: draw_load(detail)
-        if detail.planned_slots:
-            drawers["slots"] = lambda: draw_slots(detail)
         if detail.timeline:
             drawers["timeline"] = lambda: draw_timeline(detail, on_gpu=record.device != "cpu")
-        drawers["bytes"] = lambda: draw_bytes(detail)
     with figure_style():
         return {name: draw() for name, draw in drawers.items()}
 
@@ -112,25 +108,6 @@ def draw_load(detail: StepDetail) -> Figure:
     return figure
 
 
-def draw_slots(detail: StepDetail) -> Figure:
-    """Imbalance of each slot of a pipeline's schedule, as planned and as measured."""
-    figure = Figure(figsize=(8.5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    slots = np.arange(len(detail.planned_slots))
-    axes.plot(slots, detail.planned_slots, color=BLUE, marker="o", markersize=4, label="predicted")
-    if detail.measured_slots:
-        axes.plot(
-            slots, detail.measured_slots, color=ORANGE, marker="^", markersize=4, label="measured"
-        )
-    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_ylabel("busiest rank / perfect plan")
-    axes.set_title(f"Slots of step {detail.step} (1.0 is perfect)")
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.22), ncols=2, borderaxespad=0)
-    whole_steps(axes)
-    axes.set_xlabel("slot of the schedule")
-    return figure
-
-
 def _servers(detail: StepDetail) -> list[str]:
     return [figure_text(server) for server in detail.servers]
 
@@ -141,31 +118,3 @@ def _bars(
     bars = axes.bar(np.arange(len(values)) + shift, values, width, color=colour, label=label)
     axes.bar_label(bars, fmt="%.0f" if values.max(initial=0) >= 10 else "%.2f", padding=2)
     axes.margins(y=0.14)
-
-
-def draw_bytes(detail: StepDetail) -> Figure:
-    """MiB between every rank and every server in the step, there and back."""
-    figure = Figure(figsize=(7.5, 1.5 + 0.6 * len(detail.request_bytes)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    there = np.array(detail.request_bytes) / MEBI
-    back = np.array(detail.reply_bytes) / MEBI
-    top = max(there.max(initial=0), back.max(initial=0), 1e-9)
-    for axes, values, title in zip(
-        panels, (there, back), ("Rank to server (MiB)", "Server to rank (MiB)"), strict=True
-    ):
-        axes.imshow(values, cmap="Blues", vmin=0, vmax=top, aspect="auto")
-        axes.grid(visible=False)
-        axes.set_title(title)
-        axes.set_xticks(range(values.shape[1]), _servers(detail))
-        for rank, server in np.ndindex(values.shape):
-            value = values[rank, server]
-            axes.text(
-                server,
-                rank,
-                f"{value:.1f}" if value else "0",
-                ha="center",
-                va="center",
-                color="white" if value > 0.6 * top else INK,
-            )
-    panels[0].set_yticks(range(len(there)), [f"rank {rank}" for rank in range(len(there))])
-    return figure

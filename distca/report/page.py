@@ -18,17 +18,11 @@ from distca.report.summary import summary_rows
 
 _CAPTIONS = {
     "loss": "Mean over the predicted tokens of all ranks, before each update.",
-    "imbalance": "Time of the slowest server in each tick over the mean of all servers; of "
-    "pipelines, of the busiest rank in each slot over a perfect plan's. Without planning, every "
-    "rank would run the attention of its own documents.",
+    "imbalance": "Time of the slowest server in each tick over the mean of all servers. Without "
+    "planning, every rank would run the attention of its own documents.",
     "load": "The step that would have been the most unbalanced without planning.",
-    "slots": "Of the same step: what each slot of the schedule takes, work beside core attention "
-    "included, over what a perfect plan would take. What servers measured in the whole step is "
-    "spread over the slots as the plan expects it.",
     "timeline": "The two nano-batches take turns: while the attention of one is under way, the "
     "other computes.",
-    "bytes": "Queries, keys, values and their gradients go to the servers, outputs and gradients "
-    "come back. What stays in a process is not copied and counts as 0.",
 }
 
 _TIMELINE_OF_A_GPU = (

@@ -25,9 +25,7 @@ class StepRecord:
     """One training step.
 
     An imbalance is the busy seconds of the slowest server in each tick over the mean of all
-    servers, each summed over the step's ticks; of pipelines, those of the busiest rank in each slot
-    of the schedule, other work included, over what a perfect plan would leave: 1.0 is perfect. None
-    is not known (yet).
+    servers, each summed over the step's ticks: 1.0 is perfect. None is not known (yet).
 
     Attributes:
         step: from 0.
@@ -41,8 +39,6 @@ class StepRecord:
         planned_imbalance: predicted, under the plan.
         measured_imbalance: of the kernel seconds that the servers measured.
         plan_seconds: what the control plane took to plan the step.
-        loss_difference: relative to local attention; only with ``--verify``.
-        gradient_difference: the largest over all parameters; likewise.
     """
 
     step: int
@@ -55,8 +51,6 @@ class StepRecord:
     planned_imbalance: float | None = None
     measured_imbalance: float | None = None
     plan_seconds: float | None = None
-    loss_difference: float | None = None
-    gradient_difference: float | None = None
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StepRecord:
@@ -67,7 +61,7 @@ class StepRecord:
         """
         try:
             step: StepRecord = _read(cls, json.loads(line))
-        except (RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, RecursionError, TypeError, ValueError) as error:
             raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
         return step
 
@@ -95,12 +89,8 @@ class StepDetail:
         planned_seconds: ``[n_servers]`` predicted kernel seconds under the plan.
         measured_seconds: ``[n_servers]`` kernel seconds that each server measured; empty when
             they did not arrive.
-        request_bytes: ``[n_ranks][n_servers]`` that rank sends to server, over the whole step.
-        reply_bytes: ``[n_ranks][n_servers]`` that server sends to rank.
         reason: why the planner stopped, in its words.
         timeline: of rank 0.
-        planned_slots, measured_slots: of pipelines, ``[n_slots]`` imbalance of each slot of the
-            schedule; empty without, or not measured.
     """
 
     step: int
@@ -110,12 +100,8 @@ class StepDetail:
     home_seconds: tuple[float, ...]
     planned_seconds: tuple[float, ...]
     measured_seconds: tuple[float, ...]
-    request_bytes: tuple[tuple[int, ...], ...]
-    reply_bytes: tuple[tuple[int, ...], ...]
     reason: str
     timeline: tuple[TimelineEvent, ...]
-    planned_slots: tuple[float, ...] = ()
-    measured_slots: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,39 +206,20 @@ class RunRecord:
             raise RunFolderError(f"{path}: {error}") from error
 
 
-def _read(kind: Any, value: Any, name: str = "it") -> Any:
-    """``value``, as JSON has it, as ``kind`` says: a dataclass, a tuple of something, or a number,
-    text or flag, or None.
-
-    Args:
-        name: of the field.
-
-    Raises:
-        TypeError: it is of another kind, or lacks a field, or has one that is unknown.
-    """
+def _read(kind: Any, value: Any) -> Any:
+    """``value``, as JSON has it, as ``kind`` says: a dataclass, a tuple, or something plain; None
+    where it is optional."""
     if isinstance(kind, UnionType):
         if value is None:
             return None
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_read(get_args(kind)[0], each, name) for each in value)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    if is_dataclass(kind):
         kinds = get_type_hints(kind)
-        known = {
-            field: _read(kinds[field], each, field) if field in kinds else each
-            for field, each in value.items()
-        }
-        return kind(**known)
-    if kind is float and type(value) is int and abs(value) < _MOST:
-        return float(value)
-    if type(value) is not kind:
-        what = kind.__name__ if isinstance(kind, type) else kind
-        raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {what}")
+        untyped: Any = kind
+        return untyped(**{field: _read(kinds.get(field), each) for field, each in value.items()})
     return value
-
-
-_MOST = 2**63
-"""No number of a record is larger, and some kinds of numbers hold none."""
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ import torch
 
 from core_attention.whole_file import write_whole
 from distca.errors import CheckpointError
+from distca.run_folder import list_checkpoints
 
 logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 2
-_NAME = re.compile(r"step-(\d{8})\.pt")
-_PARTIAL = ".partial"
 _EARLIER = "earlier"
 """Folder of what :func:`set_aside` moves, beside the checkpoints."""
 
@@ -40,8 +38,7 @@ class Checkpoint:
 
     Attributes:
         steps_done: steps that the weights have seen.
-        identity: names data and model (see ``trainer.identity``); a checkpoint of another
-            identity is refused.
+        identity: names data and model; a checkpoint of another identity is refused.
         model: state dict of the model.
         optimizer: state dict of the optimiser, by names of parameters.
     """
@@ -52,46 +49,37 @@ class Checkpoint:
     optimizer: dict[str, Any]
 
 
-def is_by_number(optimizer: dict[str, Any]) -> bool:
-    """Whether an optimiser's state numbers parameters, as version 0.1 saved it."""
-    return any(isinstance(key, int) for key in optimizer["state"])
-
-
 class CheckpointKeeper:
     """Saves the checkpoints of a run, and survives those that cannot be.
 
     Args:
         folder: of the checkpoints.
-
-    Attributes:
-        failure: why the last one could not be saved; None if it was.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.failure: CheckpointError | None = None
+        self._failure: CheckpointError | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Writes ``checkpoint``; a failure is a warning, and kept in ``failure``."""
+        """Writes ``checkpoint``; a failure is a warning, and kept for :meth:`require_last`."""
+        self._failure = None
         try:
             save_checkpoint(self._folder, checkpoint)
         except CheckpointError as error:
-            self.failure = error
+            self._failure = error
             logger.warning("%s; training goes on and saves at the next checkpoint", error)
-        else:
-            self.failure = None
 
     def require_last(self) -> None:
-        """At the end of the run: raises what kept the last checkpoint from being saved.
+        """Checks at the end of the run that its last checkpoint was saved.
 
         Raises:
-            CheckpointError: it was not saved.
+            CheckpointError: it was not.
         """
-        if self.failure is not None:
+        if self._failure is not None:
             raise CheckpointError(
-                f"the run ended without its last checkpoint: {self.failure}; make room and go on "
+                f"the run ended without its last checkpoint: {self._failure}; make room and go on "
                 "with --resume"
-            ) from self.failure
+            ) from self._failure
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -104,15 +92,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     path = folder / f"step-{checkpoint.steps_done:08d}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_partials(folder)
+        # What writers that were killed have left would take up the disk forever.
+        for partial in folder.glob("step-*.partial"):
+            partial.unlink(missing_ok=True)
         write_whole(path, lambda file: torch.save(vars(checkpoint), file), durable=True)
     # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
     # or context at best.
     except (OSError, RuntimeError) as error:
-        kept = list_checkpoints(folder)
+        kept = [str(old) for old in list_checkpoints(folder)[-1:]]
         raise CheckpointError(
-            f"checkpoint {path} cannot be written: {_reason(error)}; "
-            + (f"the one before is intact: {kept[-1]}" if kept else "there is none before it")
+            f"checkpoint {path} cannot be written: {_reason(error)}; the last one that is whole: "
+            + (kept[0] if kept else "none")
         ) from error
     # Never the one that was just written, whatever numbers lie beside it.
     before = [old for old in list_checkpoints(folder) if old < path]
@@ -120,13 +110,6 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         old.unlink()
     logger.info("saved checkpoint %s", path)
     return path
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def set_aside(folder: Path) -> None:
@@ -157,13 +140,12 @@ def set_aside(folder: Path) -> None:
                 path.unlink()
     except OSError as error:
         raise CheckpointError(
-            f"{folder} holds checkpoints of an earlier run, which cannot be set aside: "
-            f"{error.strerror}; go on with them by --resume, or choose another run folder"
+            f"{folder} holds checkpoints of an earlier run that cannot be set aside: "
+            f"{error.strerror}; give --resume, or another run folder"
         ) from error
     logger.warning(
-        "training begins at the first step in the folder of an earlier run, whose last checkpoint "
-        "is set aside as %s; to go on from that, move it to the folder above in place of those "
-        "there, and give --resume",
+        "training begins at the first step: the last checkpoint of an earlier run is set aside as "
+        "%s; to go on from it, move it back in place of those there, and give --resume",
         kept,
     )
 
@@ -176,15 +158,11 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
     """
     paths = list_checkpoints(folder)
     if not paths:
-        earlier = list_checkpoints(folder / _EARLIER)
+        earlier = ", ".join(map(str, list_checkpoints(folder / _EARLIER)))
         raise CheckpointError(
-            f"{folder} holds no checkpoint to resume from; "
-            + (
-                f"move {' or '.join(map(str, earlier))} there to go on with an earlier run, or "
-                if earlier
-                else ""
-            )
-            + "give --resume-or-start in place of --resume to begin at the first step"
+            f"{folder} holds no checkpoint to resume from"
+            + (f" (set aside: {earlier})" if earlier else "")
+            + "; give --resume-or-start to begin at the first step"
         )
     path = paths[-1]
     try:
@@ -223,12 +201,6 @@ def _check_kinds(checkpoint: Checkpoint) -> None:
         value = getattr(checkpoint, name)
         if not isinstance(value, dict):
             raise TypeError(f"{name} is of type {type(value).__name__}; it must be a dict")
-
-
-def _remove_partials(folder: Path) -> None:
-    """Removes what writers that were killed have left, which would take up the disk forever."""
-    for partial in folder.glob(f"step-*{_PARTIAL}"):
-        partial.unlink(missing_ok=True)
 
 
 def _reason(error: BaseException) -> str:

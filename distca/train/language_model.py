@@ -22,13 +22,13 @@ _TRIED_TOKENS = 4
 
 
 class LanguageModel(nn.Module):
-    """A transformers model whose forward returns the summed loss.
+    """A model of transformers whose forward returns the summed loss.
 
     Args:
         model: a causal language model.
         chunk_rows: rows whose logits exist together, where the head is a plain matrix; with other
             heads all logits are made at once.
-        plain_head: whether it is, see :func:`has_plain_head`; None: as the configuration says.
+        plain_head: whether it is, see :func:`has_plain_head`.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class LanguageModel(nn.Module):
         model: PreTrainedModel,
         chunk_rows: int = DEFAULT_CHUNK_ROWS,
         *,
-        plain_head: bool | None = None,
+        plain_head: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self._chunk_rows = chunk_rows
-        self._plain_head = _looks_plain(model) if plain_head is None else plain_head
-        if not self._plain_head:
+        self._plain_head = plain_head
+        if not plain_head:
             logger.warning(
                 "model type %s does more to its logits than a matrix product: they are made whole, "
                 "which takes much memory for long batches",
@@ -71,7 +71,7 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are the head's product with the last hidden states: as the configuration
+    """Tests whether logits are the head's product with the last hidden states: as the configuration
     says, and as a few tokens show, since some models scale hidden states in between."""
     if not _looks_plain(model):
         return False

@@ -40,8 +40,6 @@ def chunked_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
-    *,
-    backward_in_parts: bool = False,
 ) -> torch.Tensor:
     """:func:`summed_loss` of the logits ``hidden @ weight.T``, of which a chunk exists at a time.
 
@@ -50,14 +48,12 @@ def chunked_loss(
         weight: ``[vocabulary, width]``, same dtype.
         labels: ``[n_tokens]`` next tokens; IGNORED_LABEL predicts nothing.
         chunk_rows: rows whose logits exist together.
-        backward_in_parts: the backward pass runs once for ``hidden`` and once for ``weight``, as in
-            zero-bubble schedules; then its results are copies of what the forward pass made.
 
     Returns:
         A scalar, float32. The gradient of ``weight`` is summed over the chunks in float32.
     """
     loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, chunk_rows, backward_in_parts
+        hidden, weight, labels, chunk_rows
     )
     return loss
 
@@ -72,9 +68,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         chunk_rows: int,
-        backward_in_parts: bool,
     ) -> torch.Tensor:
-        ctx.backward_in_parts = backward_in_parts
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = None
@@ -95,14 +89,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        if ctx.backward_in_parts:
-            found = [None if each is None else each * gradient for each in (d_hidden, d_weight)]
-            return *found, None, None, None
         # In place: they are this operation's own, and as large as nothing else here.
         for tensor in (d_hidden, d_weight):
             if tensor is not None:
                 tensor.mul_(gradient)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None
 
 
 def _loss_and_gradient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
 from distca.train.settings import ModelSettings, Preset
 from trainer_client.models.document_check import (
-    ModelCall,
     UnsupportedModel,
     check_documents,
     has_attention_interface,
@@ -39,42 +38,53 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
         max_positions: the longest document, in tokens.
 
     Raises:
-        ModelConfigError: the JSON file is missing or malformed, names an unknown model type or one
-            whose attention cannot be served, or the model cannot take bytes or documents of that
-            length.
+        ModelConfigError: there is no such model, or it takes no bytes, no documents of that length,
+            or no served attention.
     """
-    if settings.model_preset is not None:
-        if settings.model_config is not None:
-            raise ModelConfigError(
-                f"--model-preset {settings.model_preset} and --model-config "
-                f"{settings.model_config} both name a model; give one of them"
-            )
-        return _preset(settings, max_positions)
-    if settings.model_config is None:
+    if settings.model_preset is not None and settings.model_config is not None:
+        raise ModelConfigError(
+            f"--model-preset {settings.model_preset} and --model-config {settings.model_config} "
+            "both name a model; give one of them"
+        )
+    if settings.model_config is not None:
+        return _config_from_json(settings, settings.model_config, max_positions)
+    if settings.model_preset is None:
         return _small_llama(settings, max_positions)
-    fields = _read_json(settings)
+    fields = dict(_PRESETS[settings.model_preset])
+    fields["max_position_embeddings"] = max(fields["max_position_embeddings"], max_positions)
     if settings.model_layers is not None:
         fields["num_hidden_layers"] = settings.model_layers
-    model_type = fields.pop("model_type", None)
+    return AutoConfig.for_model(**fields)
+
+
+def _config_from_json(settings: ModelSettings, path: Path, max_positions: int) -> PretrainedConfig:
+    fields = _read_json(path)
+    if settings.model_layers is not None:
+        fields["num_hidden_layers"] = settings.model_layers
     try:
-        config = AutoConfig.for_model(model_type, **fields)
+        config = AutoConfig.for_model(**fields)
     except Exception as error:
         # Configurations check themselves, each kind with errors of its own.
-        reason = " ".join(str(error).split())[:300]
-        raise ModelConfigError(f"{settings.model_config}: {reason}") from error
-    _refuse_unserved(config)
+        raise ModelConfigError(f"{path}: {_first_line(error)}") from error
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in models and not has_attention_interface(models[type(config)]):
+        raise ModelConfigError(no_interface(config))
     if config.vocab_size < VOCABULARY_SIZE:
         raise ModelConfigError(
-            f"{settings.model_config}: vocab_size is {config.vocab_size}; tokens are bytes, so it "
-            f"must be {VOCABULARY_SIZE} or more"
+            f"{path}: vocab_size is {config.vocab_size}; tokens are bytes, so it must be "
+            f"{VOCABULARY_SIZE} or more"
         )
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and max_positions > most:
         raise ModelConfigError(
-            f"{settings.model_config}: max_position_embeddings is {most}, but documents may have "
-            f"{max_positions} tokens; give a smaller --max-document-tokens"
+            f"{path}: max_position_embeddings is {most}, but documents may have {max_positions} "
+            "tokens; give a smaller --max-document-tokens"
         )
     return config
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def build_model(
@@ -95,8 +105,7 @@ def build_model(
         device: where they are made.
 
     Raises:
-        ModelConfigError: transformers has no causal language model for ``config``, or cannot build
-            it with such sizes or such an attention.
+        ModelConfigError: transformers cannot build it.
     """
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM  # from_config has no annotations
@@ -112,9 +121,8 @@ def build_model(
         raise ModelConfigError(str(error)) from error
     except Exception as error:
         # Models check their configurations, each kind with errors of its own.
-        reason = " ".join(str(error).split())[:300]
         raise ModelConfigError(
-            f"model type {config.model_type!r}: {reason} ({type(error).__name__})"
+            f"model type {config.model_type!r}: {_first_line(error)} ({type(error).__name__})"
         ) from error
     if dtype == "float64" and hasattr(model, "set_experts_implementation"):
         # The grouped matrix product of experts has no float64; their plain loop has.
@@ -124,11 +132,7 @@ def build_model(
 
 
 def attention_shape(config: PretrainedConfig, dtype: str) -> AttentionShape:
-    """Heads and head dims of ``config``'s core attention, as its fields say.
-
-    Raises:
-        ValueError: they make no valid shape.
-    """
+    """Heads and head dims of ``config``'s core attention, as its fields say."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -146,30 +150,12 @@ def attention_shape(config: PretrainedConfig, dtype: str) -> AttentionShape:
     )
 
 
-@dataclass(frozen=True)
-class ServedAttention:
-    """The core attention of a model that is trained.
-
-    Attributes:
-        shape: of each call.
-        n_layers: calls in one forward that are served.
-        softmax_scale: what multiplies q.k.
-    """
-
-    shape: AttentionShape
-    n_layers: int
-    softmax_scale: float
-
-
-def served_attention(model: PreTrainedModel, dtype: str) -> ServedAttention:
-    """What ``model`` calls, found by running a few tokens.
-
-    Args:
-        model: built with ``attn_implementation="distca"``.
-        dtype: torch name of the dtype that it is trained in.
+def check_packed(model: PreTrainedModel) -> None:
+    """Checks by a few tokens that ``model``, built with ``attn_implementation="distca"``, can be
+    trained on packed documents.
 
     Raises:
-        ModelConfigError: it cannot be served, or not on packed documents; says why.
+        ModelConfigError: it cannot; says why.
     """
     name = f"model type {model.config.model_type!r}"
     try:
@@ -178,56 +164,17 @@ def served_attention(model: PreTrainedModel, dtype: str) -> ServedAttention:
         raise ModelConfigError(f"{name}: {error}") from error
     if check.fault:
         raise ModelConfigError(
-            f"{name} cannot be trained on packed documents: {check.fault}. Choose another model "
-            "type, or train it with one document a nano-batch in a program of your own"
+            f"{name} cannot be trained on packed documents: {check.fault}; choose another type"
         )
     if check.needs != {"position_ids"}:
         raise ModelConfigError(
-            f"{name} keeps packed documents apart by {sorted(check.needs)}, and distca train hands "
-            "over position_ids only; train it in a program of your own"
-        )
-    kinds = {_sizes(call): call for call in check.served_calls}
-    if len(kinds) > 1:
-        raise ModelConfigError(
-            f"{name}: all core attention that is served has one shape and scale, and its layers "
-            f"differ: {'; '.join(str(call) for call in kinds.values())}"
-        )
-    (call,) = kinds.values()
-    shape = AttentionShape(
-        num_heads=call.num_heads,
-        num_heads_kv=call.num_heads_kv,
-        head_dim=call.head_dim,
-        head_dim_v=call.head_dim_v,
-        dtype=dtype,
-        softcap=call.softcap,
-        mask=call.mask,
-    )
-    return ServedAttention(shape, len(check.served_calls), call.scale)
-
-
-def _sizes(call: ModelCall) -> tuple[float, ...]:
-    return (
-        call.num_heads,
-        call.num_heads_kv,
-        call.head_dim,
-        call.head_dim_v,
-        call.scale,
-        call.softcap,
-        call.mask,
-    )
-
-
-def _refuse_unserved(config: PretrainedConfig) -> None:
-    """What can be said of a model type without building the model."""
-    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) in models and not has_attention_interface(models[type(config)]):
-        raise ModelConfigError(
-            f"it cannot be trained with served attention: {no_interface(config)}"
+            f"{name} keeps packed documents apart by {sorted(check.needs)}, and distca train gives "
+            "position_ids alone; train it in a program of your own"
         )
 
 
 def describe_model(config: PretrainedConfig) -> str:
-    """Type and sizes, in words."""
+    """A model's type and sizes, in words."""
     return (
         f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
         f"{config.num_attention_heads} heads, "
@@ -273,18 +220,7 @@ _PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 
-def _preset(settings: ModelSettings, max_positions: int) -> PretrainedConfig:
-    assert settings.model_preset is not None
-    fields = dict(_PRESETS[settings.model_preset])
-    fields["max_position_embeddings"] = max(fields["max_position_embeddings"], max_positions)
-    if settings.model_layers is not None:
-        fields["num_hidden_layers"] = settings.model_layers
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _read_json(settings: ModelSettings) -> dict[str, Any]:
-    path = settings.model_config
-    assert path is not None
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text())
     except OSError as error:

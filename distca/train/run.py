@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 import trainer_client.models.transformers
 from control_plane.jobs.job_spec import planning_options
 from control_plane.planner.planning import PlanningOptions
-from core_attention.pipelining import Pipelining
 from distca.contract.settings import (
     ClientTls,
     IntegritySettings,
@@ -28,18 +27,18 @@ from distca.contract.settings import (
 )
 from distca.data.packing import BatchShape, PackedStep
 from distca.data.settings import DataSettings
-from distca.errors import SettingsError, VerificationError
+from distca.errors import VerificationError
 from distca.process.interrupt import StopRequest
 from distca.report.display import TrainingDisplay
+from distca.report.observer import Observer
 from distca.report.page import write_report
+from distca.report.readable_timeline import readable_timeline
 from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
-from distca.run_folder import RunFolder
-from distca.shapes import local_shape
+from distca.run_folder import RunFolder, list_checkpoints
 from distca.train.checkpoint import (
     Checkpoint,
     CheckpointKeeper,
-    list_checkpoints,
     load_newest,
     set_aside,
 )
@@ -50,17 +49,7 @@ from distca.train.device import (
     prepare_process,
 )
 from distca.train.feed import Feed
-from distca.train.model import (
-    ServedAttention,
-    build_model,
-    describe_model,
-    model_config,
-    served_attention,
-)
-from distca.train.observer import Observer
-from distca.train.parallelism import TENSOR, Parallelism
-from distca.train.pipeline_layout import PipelineLayout, pipeline_layout
-from distca.train.pipeline_trainer import PipelineStages, PipelineTrainer
+from distca.train.model import build_model, check_packed, describe_model, model_config
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
     Homes,
@@ -71,11 +60,8 @@ from distca.train.settings import (
     TrainingSettings,
     check_together,
 )
-from distca.train.stages import StageModule
-from distca.train.tensor_parallel import TensorParallel, check_plan
-from distca.train.timeline import readable_timeline
-from distca.train.trainer import StepResult, Trainer
-from distca.train.verify import Difference, Verifier
+from distca.train.trainer import Trainer
+from distca.train.verify import Verifier
 from trainer_client import Session, SessionOptions
 from trainer_client.options import Placement
 
@@ -107,15 +93,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     """
     began = datetime.now().isoformat(timespec="seconds")
     check_together(run.data, run.training, run.plan.homes, run.service.placement)
-    parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
-    feed = Feed(
-        run.data,
-        _batch_shape(run, parallelism.n_replicas),
-        planned_homes=_planned_homes(run),
-    )
+    feed = Feed(run.data, _batch_shape(run), planned_homes=_planned_homes(run))
     config = model_config(run.model, feed.max_document_tokens)
-    layout = pipeline_layout(run.training, parallelism.n_replicas, config.num_hidden_layers)
-    check_plan(config, run.training.tensor_parallel)
     device = choose_device(run.service.device, run.ranks.local_rank)
     run = replace(run, training=chosen(run.training, run.model, device))
     timeout = run.service.collective_timeout_seconds
@@ -123,7 +102,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         # Before anything that waits for others: a model that cannot be trained ends every rank.
-        model, served = _model_to_train(run, config, device)
+        model = _model_to_train(run, config, device)
+        options = _session_options(run, model, device)
         stack.enter_context(process_group(run.ranks, timeout, device))
         identity = {**feed.identity, "seed": run.data.seed, "model": _model_identity(config)}
         check_agreement(
@@ -132,28 +112,22 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
                 "steps": run.training.steps,
                 "device": device.type,
                 "sharding": str(run.training.sharding),
-                "tensor parallel": run.training.tensor_parallel,
-                "pipeline": None if layout is None else layout.identity,
             }
         )
-        parts = _Parts(run, parallelism, config, model, served, device)
-        stages = None if layout is None else parts.stages(layout)
-        pipelining = None if stages is None else stages.pipelining
-        options = session_options(run, served, device, parallelism, pipelining)
         session = stack.enter_context(Session.open(options))
-        trainer = parts.trainer(stages, session)
-        loop = _Loop(run, feed, config, trainer, served, session, identity, stop, console, device)
-        finished = loop.train()
+        trainer = Trainer(model, session, run.training, getattr(torch, run.model.dtype))
+        loop = _Loop(run, feed, config, trainer, session, identity, console)
+        finished = loop.train(stop)
         record = loop.record(began, finished=finished)
     if run.ranks.rank == 0:
         _write_report(record, RunFolder(run.service.run_dir))
         loop.checkpoints.require_last()
-    if record.verification is not None and not record.verification.passed:
+    verified = record.verification
+    if verified is not None and not verified.passed:
         raise VerificationError(
-            f"loss differs from local attention's by {record.verification.loss:.1e} (allowed "
-            f"{record.verification.loss_tolerance:.0e}), gradients by "
-            f"{record.verification.gradient:.1e} (allowed "
-            f"{record.verification.gradient_tolerance:.0e}) in {record.verification.parameter}"
+            f"local attention differs by {verified.loss:.1e} of the loss (allowed "
+            f"{verified.loss_tolerance:.0e}) and {verified.gradient:.1e} of gradients (allowed "
+            f"{verified.gradient_tolerance:.0e}), in {verified.parameter}"
         )
     return finished
 
@@ -177,7 +151,7 @@ def chosen(
 
 def _model_to_train(
     run: TrainerRun, config: PretrainedConfig, device: torch.device
-) -> tuple[PreTrainedModel, ServedAttention]:
+) -> PreTrainedModel:
     model = build_model(
         config,
         attention=trainer_client.models.transformers.IMPLEMENTATION,
@@ -186,86 +160,8 @@ def _model_to_train(
         seed=run.data.seed,
         device=device,
     )
-    served = served_attention(model, run.model.dtype)
-    return model, replace(served, shape=local_shape(served.shape, run.training.tensor_parallel))
-
-
-class _Parts:
-    """The model that is trained, divided among the ranks.
-
-    Args:
-        run: all settings.
-        parallelism: of the run.
-        config: of the model.
-        model: whole; it is changed in place.
-        served: its core attention, with the heads of one rank.
-        device: of the model.
-    """
-
-    def __init__(
-        self,
-        run: TrainerRun,
-        parallelism: Parallelism,
-        config: PretrainedConfig,
-        model: PreTrainedModel,
-        served: ServedAttention,
-        device: torch.device,
-    ) -> None:
-        self._run, self._parallelism, self._config = run, parallelism, config
-        self._model, self._served, self._device = model, served, device
-        self._mesh = parallelism.mesh(device.type)
-
-    def stages(self, layout: PipelineLayout) -> PipelineStages:
-        """The stages of this rank, cut out of the model and, if there are several, of copies."""
-        run, config, n_calls = self._run, self._config, self._served.n_layers
-        if n_calls != config.num_hidden_layers:
-            raise SettingsError(
-                f"model type {config.model_type!r} calls core attention {n_calls} times in "
-                f"{config.num_hidden_layers} layers; --pipeline-stages needs one call a layer"
-            )
-        modules: dict[int, StageModule] = {}
-        shared: list[TensorParallel] = []
-        for stage in layout.stages_of(self._parallelism.pipeline_rank(run.ranks.rank)):
-            whole = _model_to_train(run, config, self._device)[0] if modules else self._model
-            shared += self._shared(whole)
-            modules[stage] = StageModule(
-                whole,
-                layout.layers_of(stage),
-                run.training.loss_chunk_tokens,
-            )
-        return PipelineStages(
-            layout,
-            self._parallelism,
-            self._mesh,
-            run.ranks.rank,
-            modules,
-            shared,
-            run.training,
-            self._device,
-            config.get_text_config().hidden_size,
-        )
-
-    def trainer(self, stages: PipelineStages | None, session: Session) -> Trainer | PipelineTrainer:
-        """What trains the model, or this rank's stages of it."""
-        run = self._run
-        dtype = getattr(torch, run.model.dtype)
-        if stages is not None:
-            return PipelineTrainer(stages, session, dtype)
-        return Trainer(
-            self._model,
-            session,
-            run.training,
-            dtype,
-            self._parallelism,
-            self._mesh,
-            tensor_parallel=next(iter(self._shared(self._model)), None),
-        )
-
-    def _shared(self, model: PreTrainedModel) -> list[TensorParallel]:
-        """``model``, spread over tensor-parallel ranks; empty without."""
-        if self._parallelism.tensor_parallel == 1:
-            return []
-        return [TensorParallel(model, self._mesh[TENSOR])]
+    check_packed(model)
+    return model
 
 
 def _write_report(record: RunRecord, folder: RunFolder) -> None:
@@ -277,12 +173,11 @@ def _write_report(record: RunRecord, folder: RunFolder) -> None:
         logger.warning("the report in %s cannot be written: %s", folder.root, error)
 
 
-def _batch_shape(run: TrainerRun, n_ranks: int) -> BatchShape:
-    """Sizes of a step's batch."""
+def _batch_shape(run: TrainerRun) -> BatchShape:
     training = run.training
     return BatchShape(
-        n_ranks=n_ranks,
-        n_nano_batches=training.step_nano_batches,
+        n_ranks=run.ranks.n_ranks,
+        n_nano_batches=training.nano_batches,
         nano_batch_tokens=training.nano_batch_tokens,
         span_ranks=run.data.span_ranks,
         cut_documents=run.data.cut_documents,
@@ -300,42 +195,33 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
     )
 
 
-def session_options(
-    run: TrainerRun,
-    served: ServedAttention,
-    device: torch.device,
-    parallelism: Parallelism,
-    pipelining: Pipelining | None = None,
+def _session_options(
+    run: TrainerRun, model: PreTrainedModel, device: torch.device
 ) -> SessionOptions:
     """How this rank joins the job, which is named for the run."""
-    return SessionOptions(
-        control_plane=run.service.control_plane,
-        job=RunFolder(run.service.run_dir).name,
-        rank=run.ranks.rank,
-        n_ranks=run.ranks.n_ranks,
-        n_layers=served.n_layers if pipelining is None else pipelining.max_layers,
-        n_nano_batches=run.training.step_nano_batches,
-        pipelining=pipelining,
-        tensor_parallel_ranks=parallelism.group(run.ranks.rank),
-        shape=served.shape,
-        softmax_scale=served.softmax_scale,
-        placement=Placement(run.service.placement),
-        device=str(device),
-        # Gathering sharded weights keeps the ranks together, if that is layer by layer.
-        kept_forward_ticks=(
-            3 if run.training.sharding is Sharding.FSDP and pipelining is None else None
-        ),
-        data_host=run.service.rows_host,
-        transport=run.service.transport,
-        one_host=run.service.one_host,
-        collective_timeout_seconds=run.service.collective_timeout_seconds,
-        min_gigabytes_per_second=run.service.min_gigabytes_per_second,
-        metrics_port=_metrics_port(run),
-        **values_of(RankTimeouts, run.service),
-        **values_of(PlanRequest, run.plan),
-        **values_of(IntegritySettings, run.integrity),
-        **values_of(ClientTls, run.tls),
-    )
+    dtype = getattr(torch, run.model.dtype)
+    with torch.autocast(device.type, dtype, enabled=model.dtype != dtype):
+        return SessionOptions.for_model(
+            model,
+            control_plane=run.service.control_plane,
+            job=RunFolder(run.service.run_dir).name,
+            rank=run.ranks.rank,
+            n_ranks=run.ranks.n_ranks,
+            n_nano_batches=run.training.nano_batches,
+            placement=Placement(run.service.placement),
+            # Gathering sharded weights keeps the ranks together.
+            kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
+            data_host=run.service.rows_host,
+            transport=run.service.transport,
+            one_host=run.service.one_host,
+            collective_timeout_seconds=run.service.collective_timeout_seconds,
+            min_gigabytes_per_second=run.service.min_gigabytes_per_second,
+            metrics_port=_metrics_port(run),
+            **values_of(RankTimeouts, run.service),
+            **values_of(PlanRequest, run.plan),
+            **values_of(IntegritySettings, run.integrity),
+            **values_of(ClientTls, run.tls),
+        )
 
 
 def _metrics_port(run: TrainerRun) -> int | None:
@@ -352,54 +238,37 @@ class _Loop:
         run: TrainerRun,
         feed: Feed,
         config: PretrainedConfig,
-        trainer: Trainer | PipelineTrainer,
-        served: ServedAttention,
+        trainer: Trainer,
         session: Session,
         identity: dict[str, Any],
-        stop: StopRequest,
         console: Console,
-        device: torch.device,
     ) -> None:
         self._run = run
-        self._device = device
+        self._rank = run.ranks.rank
+        self._device = trainer.model.device
         self._feed = feed
         self._config = config
         self._session = session
         self._identity = identity
-        self._stop = stop
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
         self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
-        # Where the rank's rows are in the batch: in its replica's part, of which it has a copy.
-        self._parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
-        self._home, self._copy = divmod(run.ranks.rank, self._parallelism.copies)
         self._trainer = trainer
-        self._n_parameters = trainer.n_parameters
-        verifies = self._home if self._copy == 0 else -1
-        self._verifier = (
-            Verifier(config, run.model.dtype, feed.corpus, verifies, device)
-            if run.training.verify
-            else None
-        )
+        self._verifier: Verifier | None = None
+        if run.training.verify:
+            dtype = run.model.dtype
+            self._verifier = Verifier(config, dtype, feed.corpus, self._rank, self._device)
         self._display = TrainingDisplay(console, "training", run.training.steps)
         self._observer = Observer(
-            session.fetch_step,
-            self._log,
-            served.shape,
-            session.options.n_layers,
-            show=self._display.show,
+            session.fetch_step, self._log, session.options.n_layers, show=self._display.show
         )
         self._submitted: dict[int, PackedStep] = {}
         self._next_to_submit = 0
 
-    @property
-    def _leads(self) -> bool:
-        return self._run.ranks.rank == 0
-
-    def train(self) -> bool:
+    def train(self, stop: StopRequest) -> bool:
         """Runs all steps that are left; returns False when it was stopped before the last."""
-        first = self._resume() if self._resumes() else 0
-        if self._leads:
+        first = self._resume()
+        if self._rank == 0:
             if not first:
                 set_aside(self._folder.checkpoints)
             self._log.forget_from(first)
@@ -409,11 +278,11 @@ class _Loop:
             for step in range(first, self._run.training.steps):
                 self._train_step(step)
                 done = step + 1
-                if self._agree_to_stop():
+                if _agree_to_stop(stop):
                     break
                 if done % self._run.training.checkpoint_every == 0:
                     self._save(done)
-            if self._leads:
+            if self._rank == 0:
                 self._observer.finish()
         self._save(done)
         # A run that is resumed may have gone further than it is asked to.
@@ -428,13 +297,13 @@ class _Loop:
             finished=finished,
             began=began,
             model=describe_model(self._config),
-            parameters=self._n_parameters,
+            parameters=self._trainer.n_parameters,
             dtype=run.model.dtype,
             data=self._feed.description,
             n_ranks=run.ranks.n_ranks,
-            n_nano_batches=run.training.step_nano_batches,
+            n_nano_batches=run.training.nano_batches,
             tokens_per_rank=run.training.tokens_per_rank,
-            steps=self._log.read() if self._leads else (),
+            steps=self._log.read() if self._rank == 0 else (),
             detail=self._observer.detail,
             verification=self._verifier.result if self._verifier else None,
             device=self._device.type,
@@ -444,74 +313,49 @@ class _Loop:
         self._submit_until(step + self._run.plan.steps_ahead)
         collect_garbage(self._device)
         packed = self._submitted.pop(step)
-        batches = self._feed.batches(packed, self._home)
+        batches = self._feed.batches(packed, self._rank)
         began = time.perf_counter()
         result = self._trainer.run(packed, batches)
         ran_seconds = time.perf_counter() - began
-        difference = None
         if self._verifier is not None and self._run.training.is_verified(step):
-            difference = self._verifier.compare(self._trainer, packed, result.loss)
+            self._verifier.compare(
+                packed, result.loss, self._trainer.weights(), self._trainer.gradients()
+            )
         began = time.perf_counter()
         norm = self._trainer.update(step)
         seconds = ran_seconds + time.perf_counter() - began
-        if self._leads:
-            self._observer.step_done(
-                self._step_record(step, result, norm, seconds, difference),
-                readable_timeline(result.trace),
+        if self._rank == 0:
+            record = StepRecord(
+                step=step,
+                loss=result.loss,
+                gradient_norm=norm,
+                tokens=self._feed.shape.step_tokens,
+                step_seconds=seconds,
+                wait_seconds=result.report.exposed_seconds,
             )
-
-    def _step_record(
-        self,
-        step: int,
-        result: StepResult,
-        norm: float,
-        seconds: float,
-        difference: Difference | None,
-    ) -> StepRecord:
-        record = StepRecord(
-            step=step,
-            loss=result.loss,
-            gradient_norm=norm,
-            tokens=self._feed.shape.step_tokens,
-            step_seconds=seconds,
-            wait_seconds=result.report.exposed_seconds,
-        )
-        if difference is None:
-            return record
-        return replace(
-            record, loss_difference=difference.loss, gradient_difference=difference.gradient
-        )
+            self._observer.step_done(record, readable_timeline(result.trace))
 
     def _submit_until(self, end: int) -> None:
         """Hands in the manifests of all steps before ``end`` that were not yet."""
         end = min(end, self._run.training.steps)
         for step in range(self._next_to_submit, end):
             packed = self._feed.packed(step)
-            manifest = packed.rank_manifest(
-                self._home, copy=self._copy, n_copies=self._parallelism.copies
-            )
-            self._session.submit(manifest)
+            self._session.submit(packed.rank_manifest(self._rank))
             self._submitted[step] = packed
         self._next_to_submit = max(self._next_to_submit, end)
 
-    def _agree_to_stop(self) -> bool:
-        """Whether any rank was asked to stop: then all stop after the same step."""
-        (asked,) = sum_over_ranks(float(self._stop.requested))
-        return asked > 0
-
-    def _resumes(self) -> bool:
-        """Whether a checkpoint is to be taken up. Ranks whose folder holds other checkpoints than
-        the first one's, or none, are named by :meth:`_resume` or here."""
-        training = self._run.training
-        if training.resume or not training.resume_or_start:
-            return training.resume
-        found = bool(list_checkpoints(self._folder.checkpoints))
-        check_agreement({"has a checkpoint": found})
-        return found
-
     def _resume(self) -> int:
-        """Takes up the newest checkpoint; returns the step to go on with."""
-        checkpoint = load_newest(self._folder.checkpoints, self._identity)
+        """Takes up the newest checkpoint if one is asked for; returns the step to go on with. Ranks
+        whose folders hold other checkpoints than the first one's are named."""
+        training, folder = self._run.training, self._folder.checkpoints
+        if not training.resume:
+            if not training.resume_or_start:
+                return 0
+            found = bool(list_checkpoints(folder))
+            check_agreement({"has a checkpoint": found})
+            if not found:
+                return 0
+        checkpoint = load_newest(folder, self._identity)
         check_agreement({"checkpoint": checkpoint.steps_done})
         self._trainer.load_state(checkpoint.model, checkpoint.optimizer)
         logger.info("resumed after %d steps", checkpoint.steps_done)
@@ -519,10 +363,16 @@ class _Loop:
 
     def _save(self, steps_done: int) -> None:
         model, optimizer = self._trainer.state()
-        if self._leads:
+        if self._rank == 0:
             self.checkpoints.save(Checkpoint(steps_done, self._identity, model, optimizer))
         # Nobody goes on, or leaves, before it is written.
         dist.barrier()
+
+
+def _agree_to_stop(stop: StopRequest) -> bool:
+    """Whether any rank was asked to stop: then all stop after the same step."""
+    (asked,) = sum_over_ranks(float(stop.requested))
+    return asked > 0
 
 
 def _model_identity(config: PretrainedConfig) -> str:

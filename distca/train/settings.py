@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import OWN_ADDRESS, rows_host, source_towards
 from data_plane.transport import TransportName
 from distca.contract.addresses import hosts_of
@@ -131,50 +130,10 @@ class TrainingSettings:
     PANEL: ClassVar = "Training"
 
     steps: Annotated[int, typer.Option(help="Steps in all, those before a resume included.")] = 16
-    tokens_per_rank: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of each rank in a step; ranks of a pipeline, and those that share layers, "
-            "have the same ones."
-        ),
-    ] = 4096
+    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank in a step.")] = 4096
     nano_batches: Annotated[
         int, typer.Option(help="Nano-batches that take turns (2 is ping-pong, 1 is without).")
     ] = 2
-    pipeline_stages: Annotated[
-        int,
-        typer.Option(
-            help="Ranks of a pipeline, each with a part of the layers; the number of ranks is a "
-            "multiple of it."
-        ),
-    ] = 1
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that share every layer, each with a part of its heads; the number of ranks "
-            "is a multiple of it (times --pipeline-stages)."
-        ),
-    ] = 1
-    microbatches: Annotated[
-        int,
-        typer.Option(
-            help="Microbatches of a pipeline in a step; each has --nano-batches, which take turns."
-        ),
-    ] = 1
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="Order of a pipeline: 1f1b, 1f1b-split, same-phase, interleaved, zero-bubble, or "
-            "a CSV file as torch.distributed.pipelining reads it (distca schedule writes some)."
-        ),
-    ] = "1f1b"
-    stage_layers: Annotated[
-        str,
-        typer.Option(
-            help="Layers of each stage, with commas between; default: as equal as they go, the "
-            "last stages fewer."
-        ),
-    ] = ""
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -248,49 +207,23 @@ class TrainingSettings:
             steps=1,
             verify_every=1,
             nano_batches=1,
-            pipeline_stages=1,
-            tensor_parallel=1,
-            microbatches=1,
             warmup_steps=0,
             checkpoint_every=1,
             loss_chunk_tokens=1,
             weight_decay=0,
         )
         check_positive(self, "learning_rate", "max_gradient_norm")
-        if self.pipeline_stages == 1 and (self.microbatches > 1 or self.stage_layers):
-            raise ValueError(
-                f"microbatches is {self.microbatches} and stage_layers {self.stage_layers!r}; both "
-                "go with pipeline_stages of 2 or more"
-            )
-        if self.pipeline_stages == 1 and self.schedule != type(self).schedule:
-            raise ValueError(
-                f"schedule is {self.schedule!r}, and pipeline_stages 1: a schedule goes with "
-                "pipeline_stages of 2 or more"
-            )
-        most = MAX_NANO_BATCHES // self.nano_batches
-        if self.microbatches > most:
-            raise ValueError(
-                f"microbatches is {self.microbatches}; with nano_batches={self.nano_batches} a "
-                f"step has {most} at most"
-            )
-        rows, rest = divmod(self.tokens_per_rank, self.step_nano_batches)
+        rows, rest = divmod(self.tokens_per_rank, self.nano_batches)
         if rest or rows < 2:
-            of_each = f" times microbatches ({self.microbatches})" * (self.microbatches > 1)
             raise ValueError(
                 f"tokens_per_rank is {self.tokens_per_rank}; it must be a multiple of "
-                f"nano_batches ({self.nano_batches}){of_each} and at least "
-                f"{2 * self.step_nano_batches}"
+                f"nano_batches ({self.nano_batches}) and at least {2 * self.nano_batches}"
             )
-
-    @property
-    def step_nano_batches(self) -> int:
-        """Nano-batches of a rank in a step."""
-        return self.nano_batches * self.microbatches
 
     @property
     def nano_batch_tokens(self) -> int:
         """Rows of one nano-batch on one rank."""
-        return self.tokens_per_rank // self.step_nano_batches
+        return self.tokens_per_rank // self.nano_batches
 
     def is_verified(self, step: int) -> bool:
         """Whether the step is compared with local attention."""
@@ -446,25 +379,15 @@ def check_together(
     """Checks settings that do not all go with one another.
 
     Raises:
-        SettingsError: documents may be cut between nano-batches, and those of a rank or microbatch
-            are not two; or homes are planned, and the ranks form pipelines or have no servers of
-            their own.
+        SettingsError: two contradict each other.
     """
     if data.cut_documents and training.nano_batches != 2:
         raise SettingsError(
-            "--cut-documents lets a document begin in the first of two nano-batches and go on in "
-            f"the second; with --nano-batches {training.nano_batches} leave it out, or give "
-            "--nano-batches 2"
+            f"--cut-documents goes with two nano-batches, and --nano-batches is "
+            f"{training.nano_batches}; leave one of both out"
         )
-    if homes is Homes.PACKED:
-        return
-    if training.pipeline_stages > 1:
+    if homes is Homes.PLANNED and placement is PlacementName.POOL:
         raise SettingsError(
-            "--homes planned lays documents out for ranks without pipelines; with "
-            "--pipeline-stages choose --homes packed"
-        )
-    if placement is PlacementName.POOL:
-        raise SettingsError(
-            "--homes planned is for ranks that run core attention themselves; with placement pool "
-            "all rows travel anyway: choose in-place or mixed, or --homes packed"
+            "--homes planned goes with placement in-place or mixed: in a pool all rows travel; "
+            "choose one of these, or --homes packed"
         )

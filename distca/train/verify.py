@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,27 +63,6 @@ thousand times smaller than the others and what they are sums of: plain float32 
 6e-5 of them."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of one step from local attention, relative; see :class:`Verification`."""
-
-    loss: float
-    gradient: float
-    parameter: str
-
-
-class TrainedModel(Protocol):
-    """What is compared, by the whole model's names; all ranks call it together."""
-
-    def weights(self) -> Mapping[str, Any]:
-        """The state dict of the whole model."""
-        ...
-
-    def gradients(self) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """Of every parameter, of all ranks."""
-        ...
-
-
 class Verifier:
     """Recomputes steps with local attention and keeps the largest differences.
 
@@ -91,12 +70,8 @@ class Verifier:
         config: of the model.
         dtype: of its weights; the comparison is made in a wider one.
         corpus: to read whole documents from.
-        rank: it recomputes the documents that begin on this one, of pipelines a replica; none of
-            them if it is -1.
+        rank: it recomputes the documents that begin on this one.
         device: where it does so.
-
-    Raises:
-        ModelConfigError: the model has dropout.
     """
 
     def __init__(
@@ -124,25 +99,34 @@ class Verifier:
             gradient_tolerance=gradient_tolerance,
         )
 
-    def compare(self, trained: TrainedModel, packed: PackedStep, loss: float) -> Difference:
-        """Compares ``loss`` and the gradients of ``trained`` (both of all ranks) for one step.
+    def compare(
+        self,
+        packed: PackedStep,
+        loss: float,
+        weights: Mapping[str, Any],
+        gradients: Iterable[tuple[str, torch.Tensor | None]],
+    ) -> None:
+        """Compares one step with local attention. All ranks call it and keep the same result.
 
-        Every rank gets the same answer. The weights have not been updated yet.
+        Args:
+            packed: the step.
+            loss: of all ranks.
+            weights: the whole model's state dict, not updated yet.
+            gradients: of all ranks, by the names of parameters.
         """
-        self._model.load_state_dict(trained.weights())
+        self._model.load_state_dict(weights)
         self._model.zero_grad(set_to_none=False)
         local_loss = self._backward(packed)
-        worst, parameter = self._largest_gradient_difference(trained.gradients())
-        difference = Difference(abs(loss - local_loss) / abs(local_loss), worst, parameter)
-        self._keep(difference)
+        of_loss = abs(loss - local_loss) / abs(local_loss)
+        of_gradient, parameter = self._largest_gradient_difference(gradients)
+        self._keep(of_loss, of_gradient, parameter)
         logger.info(
             "step %d verified: loss differs by %.1e, gradients by %.1e (%s)",
             packed.step,
-            difference.loss,
-            difference.gradient,
+            of_loss,
+            of_gradient,
             parameter,
         )
-        return difference
 
     def _backward(self, packed: PackedStep) -> float:
         """Leaves the gradients of all ranks in the model and returns the loss of all ranks."""
@@ -181,15 +165,16 @@ class Verifier:
                     break
         return worst, where
 
-    def _keep(self, found: Difference) -> None:
+    def _keep(self, loss: float, gradient: float, parameter: str) -> None:
         kept = self.result
-        worse = not found.gradient <= kept.gradient or not kept.parameter
+        # Comparisons are written so that a NaN is the worst of all.
+        worse = not gradient <= kept.gradient or not kept.parameter
         self.result = replace(
             kept,
             steps=kept.steps + 1,
-            loss=found.loss if not found.loss <= kept.loss else kept.loss,
-            gradient=found.gradient if worse else kept.gradient,
-            parameter=found.parameter if worse else kept.parameter,
+            loss=loss if not loss <= kept.loss else kept.loss,
+            gradient=gradient if worse else kept.gradient,
+            parameter=parameter if worse else kept.parameter,
         )
 
 

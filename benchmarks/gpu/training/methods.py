@@ -28,8 +28,8 @@ from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
 from core_attention.shape import AttentionShape
-from distca.train.measurements import StepMeasurements
-from distca.train.timeline import readable_timeline
+from distca.report.measurements import StepMeasurements, tick_imbalance
+from distca.report.readable_timeline import readable_timeline
 from trainer_client import Placement, Session, SessionOptions, StepReport
 
 logger = logging.getLogger(__name__)
@@ -305,7 +305,7 @@ class Disaggregated:
         seconds = found.measured_seconds
         return {
             "plan_seconds": found.plan_seconds,
-            "planned_imbalance": found.planned_imbalance,
+            "planned_imbalance": tick_imbalance(found.planned_seconds),
             "busy_seconds": None if seconds is None else seconds.sum(axis=0).tolist(),
             "measured_imbalance": found.measured_imbalance,
             "planned_seconds": (

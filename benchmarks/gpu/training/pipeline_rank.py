@@ -35,18 +35,16 @@ from benchmarks.gpu.training.pipeline_ways import (
     in_flight,
     stage_layers,
 )
+from benchmarks.gpu.training.stages import StageModule
 from benchmarks.gpu.training.stopwatch import Stopwatch
 from core_attention.arrays import Int64Array
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
 from distca.contract.rpc import UnknownStep
+from distca.report.measurements import StepMeasurements
 from distca.train.layers import checkpoint_layers, compile_layers
-from distca.train.loss import DEFAULT_CHUNK_ROWS
-from distca.train.measurements import StepMeasurements
 from distca.train.ranks import sum_over_ranks
-from distca.train.sharding import clip_gradients, squared_norm
-from distca.train.stages import StageModule
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -71,26 +69,6 @@ _PLAN_SECONDS = 120.0
 _REHEARSED = 10
 """Of the nano-batches' lengths, so many are rehearsed: kernels are chosen by ranges of them."""
 MAX_GRADIENT_NORM = 1.0
-
-
-class PackedStage(nn.Module):
-    """A stage whose input is one packed row; the last one gives its loss at the first token.
-
-    So all its outputs have a dimension of tokens, in which nano-batches can be put together.
-    """
-
-    def __init__(self, stage: StageModule) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(
-        self, given: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """Hidden states ``[1, n_tokens, width]``, or losses ``[1, n_tokens]``."""
-        out: torch.Tensor = self.stage(given, position_ids, labels)
-        if not self.stage.is_last:
-            return out
-        return nn.functional.pad(out[:, None], (0, labels.shape[1] - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +129,7 @@ class Stages:
             deferred = {stage: defer_weights(module) for stage, module in modules.items()}
         tokens = settings.tokens_per_rank
         runs = {
-            stage: (PackedStage(module), partial(self._run_alone, module, stage, tokens))
+            stage: (module, partial(self._run_alone, module, stage, tokens))
             for stage, module in modules.items()
         }
         seconds = measure_stages(runs, n_stages, tokens)
@@ -199,7 +177,6 @@ class Stages:
         module = StageModule(
             model,
             range(begin, begin + layers[stage]),
-            DEFAULT_CHUNK_ROWS,
             backward_in_parts=in_parts,
         )
         # PyTorch's backwards in two parts do not support compiled functions.
@@ -221,7 +198,8 @@ class Stages:
                 device=settings.device,
                 requires_grad=True,
             )
-        return PackedStage(module)(given, positions, ids)  # type: ignore[no-any-return]
+        output: torch.Tensor = module(given, positions, ids)
+        return output
 
 
 @dataclass(frozen=True)
@@ -296,7 +274,7 @@ class PipelineWay:
             )
         self._stages = [
             PipelineStage(
-                PackedStage(module),
+                module,
                 stage,
                 len(self._built.layers),
                 settings.device,
@@ -521,9 +499,10 @@ class PipelineWay:
 
     def _update(self) -> float:
         parameters = [p for group in self._built.optimizer.param_groups for p in group["params"]]
-        (squares,) = sum_over_ranks(squared_norm(parameters))
+        own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        (squares,) = sum_over_ranks(float(own) ** 2)
         norm = math.sqrt(squares)
-        clip_gradients(parameters, norm, MAX_GRADIENT_NORM)
+        nn.utils.clip_grads_with_norm_(parameters, MAX_GRADIENT_NORM, torch.tensor(norm))
         self._built.optimizer.step()
         return norm
 

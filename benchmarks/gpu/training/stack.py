@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core_attention.shape import AttentionShape
 from distca.data.batch import TokenBatch
 from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
-from distca.train.sharding import ShardedModel
+from distca.train.sharding import shard_model
 from trainer_client import PingPong
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 
@@ -122,10 +121,11 @@ class TrainingStack:
         checkpoint_layers(layers)
         language = LanguageModel(model)
         root = PingPong(language, interleave=interleave) if n_lanes > 1 else InTurn(language)
-        self._sharded = ShardedModel(
+        self._sharded = shard_model(
             root,
             layers,
-            mesh=init_device_mesh(device.type, (n_ranks,)),
+            n_ranks=n_ranks,
+            device=device,
             compute_dtype=getattr(torch, shape.dtype),
         )
         self._parameters = list(root.parameters())
@@ -141,7 +141,7 @@ class TrainingStack:
             predicted: tokens that all ranks predict.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        losses = self._sharded.module([vars(batch) for batch in batches])
+        losses = self._sharded([vars(batch) for batch in batches])
         loss = torch.stack(losses).sum() / predicted
         # FSDP averages over the ranks, but each has only its own share of the sum.
         (loss * self._n_ranks).backward()

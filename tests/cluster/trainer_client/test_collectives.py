@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from distca.train.sharding import ShardedModel
+from distca.train.sharding import shard_model
 from tests.support.forkserver import run_forked
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.loops.collectives import HostMeetings
@@ -52,9 +51,13 @@ def model() -> tuple[nn.Sequential, list[nn.Module]]:
 
 def sharded() -> nn.Module:
     whole, layers = model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    made = ShardedModel(whole, layers, mesh=mesh, compute_dtype=torch.float32)
-    return made.module
+    return shard_model(
+        whole,
+        layers,
+        n_ranks=dist.get_world_size(),
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+    )
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:

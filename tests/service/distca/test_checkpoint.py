@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from distca.errors import CheckpointError
+from distca.run_folder import list_checkpoints
 from distca.train.checkpoint import (
     Checkpoint,
     CheckpointKeeper,
-    list_checkpoints,
     load_newest,
     save_checkpoint,
     set_aside,
@@ -60,7 +60,7 @@ def test_full_disk_is_named_and_leaves_the_checkpoint_before_intact(tmp_path: Pa
     before = save_checkpoint(tmp_path, checkpoint(2))
     with (
         files_limited_to(64 * 1024),
-        pytest.raises(CheckpointError, match=r"cannot be written: File too large; .* is intact"),
+        pytest.raises(CheckpointError, match=r"cannot be written: File too large; .*step-00000002"),
     ):
         save_checkpoint(tmp_path, checkpoint(4, n_weights=10**6))
     assert list(tmp_path.iterdir()) == [before]
@@ -69,7 +69,7 @@ def test_full_disk_is_named_and_leaves_the_checkpoint_before_intact(tmp_path: Pa
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written: Not a directory; there is none"):
+    with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
         save_checkpoint(tmp_path / "file" / "checkpoints", checkpoint(2))
 
 
@@ -160,7 +160,7 @@ def test_training_that_begins_anew_sets_the_checkpoints_of_an_earlier_one_aside(
     assert load_newest(earlier, IDENTITY).steps_done == 30
     with pytest.raises(
         CheckpointError,
-        match=r"move .*earlier/step-00000010\.pt or .*earlier/step-00000030\.pt there to go on",
+        match=r"set aside: .*earlier/step-00000010\.pt, .*earlier/step-00000030\.pt",
     ):
         load_newest(tmp_path, IDENTITY)
     save_checkpoint(tmp_path, checkpoint(2))
@@ -203,7 +203,7 @@ def test_process_that_dies_while_it_sets_aside_loses_no_newest_checkpoint(
 def test_checkpoints_that_cannot_be_set_aside_are_named(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, checkpoint(30))
     (tmp_path / "earlier").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be set aside: File exists; go on .* or"):
+    with pytest.raises(CheckpointError, match="cannot be set aside: File exists"):
         set_aside(tmp_path)
     assert list_checkpoints(tmp_path) == [path]
 

@@ -15,14 +15,14 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from distca.errors import ModelConfigError, SettingsError
-from distca.shapes import configured_shape
+from distca.local.launcher import configured_shape
 from distca.train.device import (
     ALLOCATOR_VARIABLES,
     choose_device,
     prefer_expandable_segments,
     prefer_many_queues,
 )
-from distca.train.language_model import LanguageModel
+from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.layers import compile_layers, decoder_layers
 from distca.train.model import build_model, model_config
 from distca.train.run import chosen
@@ -197,7 +197,8 @@ def test_head_that_changes_logits_makes_them_whole(caplog: pytest.LogCaptureFixt
     chunked = LanguageModel(model, chunk_rows=3)(ids, ids, ids)
     assert not caplog.text
     model.config.logits_scaling = 2.0
-    whole = LanguageModel(model, chunk_rows=3)(ids, ids, ids)
+    plain_head = has_plain_head(model)
+    whole = LanguageModel(model, chunk_rows=3, plain_head=plain_head)(ids, ids, ids)
     assert "more to its logits" in caplog.text
     # The model itself does not know the field, so both are the same loss.
     assert float(whole.detach()) == pytest.approx(float(chunked.detach()), rel=1e-6)

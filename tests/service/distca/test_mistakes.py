@@ -22,11 +22,7 @@ WIDE = (*NODE[:2], "--shape=128:1:1024:float32")
 PROFILE = ("profile", "--shape=1:1:8:float32")
 PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
 
-STAGES = ("local", "--pipeline-stages=2", "--microbatches=2", "--runs-dir={here}/runs")
-SHARED = ("local", "--tensor-parallel=2", "--runs-dir={here}/runs")
-
 BROKEN = {
-    "cut.csv": b"0F0,0B0\n1F0,1F0",
     "cut.json": b'{"a": [1, 2',
     "cut.pem": b"-----BEGIN CERTIFICATE-----\nMIIB",
     "cut.parquet": b"PAR1abc",
@@ -65,19 +61,9 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("local", "--data={here}/none"), "does not exist"),
     (("local", "--data={here}/cut.parquet"), "cannot be read as Parquet"),
     (("local", "--data={here}/cut.jsonl"), "no JSON"),
-    (("local", "--cut-documents", "--nano-batches=1"), "with --nano-batches 1 leave it out"),
-    (("local", "--homes=planned", "--pipeline-stages=2"), "without pipelines; with"),
-    (("local", "--homes=planned", "--mode=pool"), "choose in-place or mixed, or --homes packed"),
+    (("local", "--cut-documents", "--nano-batches=1"), "--nano-batches is 1"),
+    (("local", "--homes=planned", "--mode=pool"), "in a pool all rows travel"),
     (("local", "--runs-dir={here}/cut.pem/x"), "cannot be used"),
-    ((*STAGES, "--trainers=3"), "--pipeline-stages is 2 and there are 3 ranks"),
-    ((*STAGES, "--schedule={here}/none.csv"), "none.csv cannot be read"),
-    ((*STAGES, "--schedule={here}/cut.csv"), "--schedule: "),
-    ((*STAGES, "--schedule=1f1c"), "--schedule is '1f1c'; valid are 1f1b"),
-    ((*STAGES, "--layers=1"), "the model has 1 layers for 2 stages"),
-    ((*STAGES, "--stage-layers=3,2"), "--stage-layers gives 5 layers to 2 stages"),
-    ((*SHARED, "--trainers=3"), "--tensor-parallel is 2 and there are 3 ranks"),
-    ((*SHARED, "--heads=4", "--kv-heads=1"), "--tensor-parallel is 2, and num_heads_kv is 1"),
-    ((*SHARED, "--compile-layers"), "--compile-layers with --tensor-parallel 2"),
     ((*NODE, "--buffer-limit-mib=-1"), "--buffer-limit-mib is -1; it must be 0 or more"),
     ((*WIDE, "--buffer-limit-mib=1"), "give 3934720 or more (--buffer-limit-mib 4)"),
     ((*NODE, "--device=cuda:7"), "no kernel runs on device 'cuda:7'"),

@@ -50,8 +50,6 @@ def _step(step: int) -> StepRecord:
         planned_imbalance=1.02,
         measured_imbalance=1.05 + 0.01 * (step % 3),
         plan_seconds=0.004,
-        loss_difference=1e-7,
-        gradient_difference=3e-6,
     )
 
 
@@ -65,8 +63,6 @@ def example_detail() -> StepDetail:
         home_seconds=(0.120, 0.042),
         planned_seconds=(0.082, 0.080),
         measured_seconds=(0.086, 0.079),
-        request_bytes=((9_400_000, 3_100_000), (0, 8_800_000)),
-        reply_bytes=((4_100_000, 1_400_000), (0, 3_900_000)),
         reason="every server is within 3 % of the mean",
         timeline=tuple(_timeline()),
     )

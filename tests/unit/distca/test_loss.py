@@ -86,13 +86,3 @@ def test_fused_loss_on_a_gpu_equals_float64() -> None:
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-3)
     assert relative(hidden.grad, d_hidden) < 1e-2
     assert relative(weight.grad, d_weight) < 1e-2
-
-
-def test_gradients_of_hidden_states_and_weight_may_be_taken_one_after_the_other() -> None:
-    hidden, weight, labels = example(37, torch.float32)
-    loss = 3 * chunked_loss(hidden, weight, labels, 8, backward_in_parts=True)
-    (of_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-    (of_weight,) = torch.autograd.grad(loss, weight)
-    _, d_hidden, d_weight = plain(hidden, weight, labels)
-    assert relative(of_hidden, d_hidden) < 1e-5
-    assert relative(of_weight, d_weight) < 1e-5

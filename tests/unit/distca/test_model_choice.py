@@ -19,11 +19,12 @@ from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.model import (
     attention_shape,
     build_model,
+    check_packed,
     model_config,
-    served_attention,
 )
 from distca.train.settings import ModelSettings
 from tests.support.tiny_models import tiny_config
+from trainer_client import SessionOptions
 
 
 def settings_of(tmp_path: Path, family: str, **fields: Any) -> ModelSettings:
@@ -60,12 +61,13 @@ def test_shape_and_scale_are_those_of_the_model(
     tmp_path: Path, family: str, fields: dict[str, Any], shape: str, scale: float
 ) -> None:
     model = build(tmp_path, family, **fields)
-    served = served_attention(model, "float32")
-    assert format_shape(served.shape) == shape
-    assert served.softmax_scale == pytest.approx(scale)
-    assert served.n_layers == 2
+    check_packed(model)
+    options = SessionOptions.for_model(model, control_plane="h:1", job="j", rank=0, n_ranks=1)
+    assert format_shape(options.shape) == shape
+    assert options.scale == pytest.approx(scale)
+    assert options.n_layers == 2
     # What servers are told to measure, before the model is there.
-    assert attention_shape(model.config, "float32") == served.shape
+    assert attention_shape(model.config, "float32") == options.shape
 
 
 def test_a_shape_with_another_head_dim_of_values_is_written_as_it_is_read() -> None:
@@ -112,13 +114,13 @@ def test_models_that_cannot_be_trained_on_packed_documents_are_refused(
     tmp_path: Path, family: str, cause: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=f"model type '{family}'.*{cause}"):
-        served_attention(build(tmp_path, family), "float32")
+        check_packed(build(tmp_path, family))
 
 
 def test_attention_dropout_is_refused_by_name(tmp_path: Path) -> None:
     model = build(tmp_path, "llama", attention_dropout=0.1)
     with pytest.raises(ModelConfigError, match=r"does not support dropout=0\.1"):
-        served_attention(model, "float32")
+        check_packed(model)
 
 
 def test_experts_can_be_verified_in_float64(tmp_path: Path) -> None:

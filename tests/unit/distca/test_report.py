@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -41,36 +40,12 @@ def test_record_survives_a_round_trip(tmp_path: Path) -> None:
         ("[]", "no record of a run"),
         ('{"version": 99}', "record version 99"),
         ('{"version": 1}', "no record of a run"),
+        ('{"version": 1, "name": ' + "[" * 100_000, "no record of a run"),
     ],
 )
 def test_what_is_no_record_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
-    with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
-        RunRecord.load(path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"parameters": 1234567', '"parameters": "many"', "parameters is 'many'; it must be int"),
-        ('"finished": true', '"finished": 1', "finished is 1; it must be bool"),
-        ('"tokens": 8192', '"tokens": 8192.5', "tokens is 8192.5; it must be int"),
-        ('"loss": 5.5', '"loss": null', "loss is None; it must be float"),
-        ('"loss": 5.5', '"loss": 1' + "0" * 400, "loss is 1000.*; it must be float"),
-        ('"loss": 5.5', '"loss": ' + "9" * 5000, "no record of a run"),
-        ('"name": "example"', '"name": ' + "[" * 100_000, "no record of a run"),
-        ('"name": "example"', '"nmae": "example"', "unexpected keyword argument 'nmae'"),
-        ('"name": "example"', '"name": "\xff"', "can't decode byte 0xff"),
-    ],
-)
-def test_what_was_changed_in_a_record_is_named(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    text = example_record().to_json()
-    assert old in text
-    path = tmp_path / "run.json"
-    path.write_bytes(text.replace(old, new, 1).encode("latin-1"))
     with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
         RunRecord.load(path)
 
@@ -81,7 +56,7 @@ def test_page_needs_no_other_file_and_embeds_every_figure(tmp_path: Path) -> Non
     html = (tmp_path / "report.html").read_text()
     assert not re.search(r"https?://|<link|<script|src=\"(?!data:)", html)
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
-    names = {"loss", "imbalance", "load", "timeline", "bytes"}
+    names = {"loss", "imbalance", "load", "timeline"}
     assert len(images) == len(names)
     assert all(base64.b64decode(image).startswith(PNG_SIGNATURE) for image in images)
     files = {path.stem: path for path in (tmp_path / "figures").iterdir()}
@@ -134,20 +109,6 @@ def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
     assert heights(1) == [82.0, 80.0, 86.0, 79.0]
 
 
-def test_slots_of_pipelines_are_shown() -> None:
-    detail = replace(
-        example_detail(), planned_slots=(1.0, 1.25, 1.5), measured_slots=(1.1, 1.2, 1.75)
-    )
-    record = replace(example_record(), detail=detail)
-    assert RunRecord.from_json(record.to_json()) == record
-    figures = draw_figures(record)
-    planned, measured = figures["slots"].axes[0].get_lines()[:2]
-    assert np.asarray(planned.get_ydata()).tolist() == [1.0, 1.25, 1.5]
-    assert np.asarray(measured.get_ydata()).tolist() == [1.1, 1.2, 1.75]
-    assert "what each slot of the schedule takes" in render_page(record, figures)
-    assert "slots" not in draw_figures(example_record())
-
-
 def test_difference_above_the_tolerance_is_shown_as_a_failure() -> None:
     record = example_record()
     assert record.verification is not None
@@ -194,7 +155,7 @@ def test_step_log_keeps_the_last_line_of_a_step_and_forgets_from_a_step_on(tmp_p
         (b'{"step": 1, "loss"', "no record of a step"),
         (b"\0" * 40, "no record of a step"),
         (b"\xffab", "can't decode byte"),
-        (b"[]", "it must be StepRecord"),
+        (b"[]", "no record of a step"),
         (b'{"step": 1}', "missing 5 required keyword-only arguments"),
         (b"[" * 100_000, "no record of a step"),
     ],

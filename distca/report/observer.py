@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from core_attention.shape import AttentionShape
 from distca.contract import rpc
+from distca.report.measurements import StepMeasurements, tick_imbalance
 from distca.report.record import StepDetail, StepRecord, TimelineEvent
 from distca.report.step_log import StepLog
 from distca.report.summary import WARMUP_STEPS
-from distca.train.measurements import StepMeasurements
 from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ class Observer:
     Args:
         fetch_step: asks the control plane for a step's plan and measurements.
         log: where the steps are written.
-        shape: of the job's core attention.
         n_layers: core-attention calls in one forward.
         show: called with every record that is written.
     """
@@ -47,13 +45,11 @@ class Observer:
         self,
         fetch_step: Callable[[int], jobs_pb2.GetStepResponse],
         log: StepLog,
-        shape: AttentionShape,
         n_layers: int,
         show: Callable[[StepRecord], None],
     ) -> None:
         self._fetch_step = fetch_step
         self._log = log
-        self._shape = shape
         self._n_layers = n_layers
         self._show = show
         self._pending: deque[_Pending] = deque()
@@ -97,8 +93,8 @@ class Observer:
         pending.record = replace(
             pending.record,
             plan_seconds=found.plan_seconds,
-            home_imbalance=found.home_imbalance,
-            planned_imbalance=found.planned_imbalance,
+            home_imbalance=tick_imbalance(found.home_seconds),
+            planned_imbalance=tick_imbalance(found.planned_seconds),
             measured_imbalance=found.measured_imbalance,
         )
         if measured is not None:
@@ -112,7 +108,7 @@ class Observer:
         self._show(record)
 
     def _consider_for_detail(self, pending: _Pending, found: StepMeasurements) -> None:
-        rank = (self._steps_seen > WARMUP_STEPS, found.home_imbalance)
+        rank = (self._steps_seen > WARMUP_STEPS, tick_imbalance(found.home_seconds))
         if rank > self._detail_rank:
             self._detail_rank = rank
-            self.detail = found.detail(self._shape, self._n_layers, pending.timeline)
+            self.detail = found.detail(self._n_layers, pending.timeline)
