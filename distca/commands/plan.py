@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, ClassVar
-
-import typer
+from typing import TYPE_CHECKING
 
 from distca.options import options_from
 from distca.preview.settings import (
@@ -14,21 +10,13 @@ from distca.preview.settings import (
     FleetSettings,
     LengthsSettings,
     ModelSettings,
+    OutputSettings,
     PlannerSettings,
 )
 from distca.process.interrupt import ending_at_once
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOutputSettings:
-    """Where the drawings go."""
-
-    PANEL: ClassVar = "Output"
-
-    png: Annotated[
-        Path | None, typer.Option(help="Draw load, bytes and step times to this PNG.")
-    ] = None
-    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @options_from
@@ -39,7 +27,7 @@ def plan(
     cluster: ClusterSettings,
     model: ModelSettings,
     planner: PlannerSettings,
-    output: PlanOutputSettings,
+    output: OutputSettings,
 ) -> None:
     """Plan batches of your documents offline, and say plainly whether CAD is worth it.
 
@@ -57,12 +45,15 @@ def plan(
         preview_notes,
         unused_remedies,
     )
-    from distca.preview.display import print_sections, print_verdict
-    from distca.preview.errors import wrong_input_ends
+    from distca.preview.output import Preview, wrong_input_ends
     from distca.preview.sections import plan_sections
-    from distca.process.plain_text import plain
     from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
+
+    def draw() -> Figure:
+        from distca.preview.figures import draw_plan
+
+        return draw_plan(planned[0], describe_layout(planner, fleet, setup, len(planned)))
 
     check_can_write_all(output.png, output.html)
     with wrong_input_ends():
@@ -74,25 +65,13 @@ def plan(
             plan_batch(setup, batch, method, fleet.placement, fleet.pool_servers)
             for batch in batches
         ]
-    title = (
-        f"{setup.model.name} on {fleet.ranks} ranks of {cluster.tensor_parallel} GPUs, "
-        f"{setup.tokens_per_rank} tokens a rank, {fleet.placement} servers"
-    )
-    console = Console()
-    console.print(plain(title), highlight=False, markup=False)
-    console.print()
-    notes = preview_notes(planner, setup, lengths if estimated else None)
-    sections = plan_sections(planned, *notes)
-    may_plan_homes = fleet.placement is not Placement.POOL
-    verdict = judge_batches(planned, unused_remedies(planner, may_plan_homes))
-    print_sections(console, sections)
-    print_verdict(console, verdict)
-    if output.png is None and output.html is None:
-        return
-    with wrong_input_ends():
-        from distca.preview.figures import draw_plan
-        from distca.preview.page import save_drawings
-
-        caption = describe_layout(planner, fleet, setup.tokens_per_rank, len(planned))
-        figure = draw_plan(planned[0], caption)
-        save_drawings(figure, output.png, output.html, title, verdict.text, sections)
+        remedies = unused_remedies(planner, fleet.placement is not Placement.POOL)
+        preview = Preview(
+            title=f"{setup.model.name} on {fleet.ranks} ranks of {cluster.tensor_parallel} GPUs, "
+            f"{setup.tokens_per_rank} tokens a rank, {fleet.placement} servers",
+            sections=plan_sections(planned, preview_notes(planner, setup, lengths, estimated)),
+            verdicts=[judge_batches(planned, remedies)],
+            draw=draw,
+        )
+        preview.show(Console())
+        preview.save(output)

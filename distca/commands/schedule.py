@@ -43,7 +43,7 @@ def schedule(settings: ScheduleSettings) -> None:
     """
     from core_attention.schedule import write_csv
     from core_attention.whole_file import write_whole
-    from distca.preview.errors import wrong_input_ends
+    from distca.preview.output import wrong_input_ends
 
     if settings.name not in SCHEDULES:
         raise typer.BadParameter(f"--name is {settings.name!r}; valid are {', '.join(SCHEDULES)}")

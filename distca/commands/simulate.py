@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -15,14 +13,13 @@ from distca.preview.settings import (
     ClusterSettings,
     LengthsSettings,
     ModelSettings,
+    OutputSettings,
     PlannerSettings,
 )
 from distca.process.interrupt import ending_at_once
 
 if TYPE_CHECKING:
-    from distca.simulator.comparison import Comparison
-    from distca.simulator.schedules import ScheduleComparison
-    from distca.simulator.verdict import Verdict
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +51,6 @@ class JobSettings:
     ] = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulationOutputSettings:
-    """Where the drawings go."""
-
-    PANEL: ClassVar = "Output"
-
-    png: Annotated[Path | None, typer.Option(help="Draw step time over GPUs to this PNG.")] = None
-    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
-
-
 @options_from
 @ending_at_once()
 def simulate(
@@ -72,7 +59,7 @@ def simulate(
     cluster: ClusterSettings,
     model: ModelSettings,
     planner: PlannerSettings,
-    output: SimulationOutputSettings,
+    output: OutputSettings,
 ) -> None:
     """Simulate step times of plain packing, re-packing, context parallelism and CAD, with a
     verdict; with several stages also of pipeline schedules.
@@ -90,13 +77,18 @@ def simulate(
         check_pipeline_options,
         parse_counts,
         preview_notes,
+        unused_remedies,
     )
-    from distca.preview.display import print_sections, print_verdict
-    from distca.preview.errors import wrong_input_ends
-    from distca.preview.sections import schedule_section, simulation_sections
-    from distca.process.plain_text import plain
-    from distca.simulator.comparison import compare
-    from distca.simulator.schedules import compare_schedules
+    from distca.preview.output import Preview, wrong_input_ends
+    from distca.preview.sections import comparison_section, schedule_section
+    from distca.simulator.offline import compare_batches
+    from distca.simulator.schedules import compare_schedules, judge_schedules
+    from distca.simulator.verdict import judge_sizes
+
+    def draw() -> Figure:
+        from distca.preview.figures import draw_comparisons
+
+        return draw_comparisons(comparisons, preview.title)
 
     comparisons, schedules = [], []
     check_can_write_all(output.png, output.html)
@@ -104,56 +96,29 @@ def simulate(
         check_pipeline_options(job.stages, job.schedules, job.in_flight)
         for n_gpus in parse_counts("gpus", job.gpus):
             setup = build_setup(
-                model,
-                cluster,
-                n_gpus,
-                job.stages,
-                job.microbatches,
-                job.gradient_sync_ms / 1e3,
+                model, cluster, n_gpus, job.stages, job.microbatches, job.gradient_sync_ms / 1e3
             )
             batches, estimated = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
             method = build_method(planner, setup)
-            comparisons.append(compare(setup, batches, {"CAD": method}))
+            comparisons.append(compare_batches(setup, batches, method))
             if job.stages > 1:
                 orders, left_out = build_orders(job.schedules, setup)
                 schedules.append(
                     compare_schedules(setup, batches, method, orders, job.in_flight, left_out)
                 )
-    title = (
-        f"{setup.model.name}, {setup.tokens_per_rank} tokens a rank of {cluster.tensor_parallel} "
-        f"GPUs, {job.stages} stages, {job.microbatches} microbatches"
-    )
-    console = Console()
-    console.print(plain(title), highlight=False, markup=False)
-    console.print()
-    notes = preview_notes(planner, setup, lengths if estimated else None)
-    sections = [*simulation_sections(comparisons, *notes), *map(schedule_section, schedules)]
-    print_sections(console, sections)
-    verdicts = _verdicts(comparisons, schedules, planner)
-    for verdict in verdicts:
-        print_verdict(console, verdict)
-    if output.png is None and output.html is None:
-        return
-    with wrong_input_ends():
-        from distca.preview.figures import draw_comparisons
-        from distca.preview.page import save_drawings
-
-        figure = draw_comparisons(comparisons, title)
-        texts = " ".join(verdict.text for verdict in verdicts)
-        save_drawings(figure, output.png, output.html, title, texts, sections)
-
-
-def _verdicts(
-    comparisons: Sequence[Comparison],
-    schedules: Sequence[ScheduleComparison],
-    planner: PlannerSettings,
-) -> list[Verdict]:
-    """One on all numbers of GPUs, or with pipelines one on each."""
-    from distca.preview.building import unused_remedies
-    from distca.simulator.comparison import judge_comparisons
-    from distca.simulator.schedules import judge_schedules
-
-    remedies = unused_remedies(planner)
-    if schedules:
-        return [judge_schedules(compared, remedies) for compared in schedules]
-    return [judge_comparisons(comparisons, "CAD", remedies)]
+        remedies = unused_remedies(planner)
+        columns = [f"{comparison.n_gpus} GPUs" for comparison in comparisons]
+        notes = preview_notes(planner, setup, lengths, estimated)
+        preview = Preview(
+            title=f"{setup.model.name}, {setup.tokens_per_rank} tokens a rank of "
+            f"{cluster.tensor_parallel} GPUs, {job.stages} stages, {job.microbatches} microbatches",
+            sections=[
+                comparison_section("Numbers of GPUs", columns, comparisons, notes),
+                *map(schedule_section, schedules),
+            ],
+            verdicts=[judge_schedules(compared, remedies) for compared in schedules]
+            or judge_sizes(comparisons, remedies),
+            draw=draw,
+        )
+        preview.show(Console())
+        preview.save(output)

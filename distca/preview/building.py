@@ -152,29 +152,35 @@ def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> l
 
 
 def describe_layout(
-    planner: PlannerSettings, fleet: FleetSettings, tokens_per_rank: int, n_batches: int
+    planner: PlannerSettings, fleet: FleetSettings, setup: Setup, n_batches: int
 ) -> str:
-    """What a picture of the first batch shows."""
-    halves = {1: "one nano-batch", 2: f"2 nano-batches of {tokens_per_rank // 2} tokens"}
+    """The caption of a picture of the first batch."""
+    rows = setup.tokens_per_rank // planner.nano_batches
     return (
-        f"Batch 0 of {n_batches}: {fleet.ranks} ranks of {tokens_per_rank} tokens "
-        f"({halves[planner.nano_batches]}), homes {planner.homes}, {fleet.placement} servers"
+        f"Batch 0 of {n_batches}: {fleet.ranks} ranks of {setup.tokens_per_rank} tokens, "
+        f"{rows} in each of {planner.nano_batches} nano-batches, homes {planner.homes}, "
+        f"{fleet.placement} servers"
     )
 
 
 def preview_notes(
-    planner: PlannerSettings, setup: Setup, estimated: LengthsSettings | None
+    planner: PlannerSettings, setup: Setup, lengths: LengthsSettings, estimated: bool
 ) -> list[str]:
-    """What to know of all batches; ``estimated`` says how their lengths were, if they were."""
-    notes = [_nano_batch_note(planner, setup.tokens_per_rank), _row_note(setup)]
-    if estimated is not None:
-        each = f"{estimated.bytes_per_token:g} UTF-8 bytes a token"
+    """What to know of all batches; ``estimated`` says whether their lengths were."""
+    shape = setup.model.attention_shape
+    notes = [
+        _nano_batch_note(planner, setup.tokens_per_rank),
+        f"A moved query has {shape.q_row_bytes / _KILO:.1f} KB and its output "
+        f"{shape.o_row_bytes / _KILO:.1f} KB; the key and value of a token of its context have "
+        f"{shape.kv_row_bytes / _KILO:.1f} KB (forward, one layer).",
+    ]
+    if estimated:
+        each = f"{lengths.bytes_per_token:g} UTF-8 bytes a token"
         notes.insert(0, f"Lengths are estimated: {each}.")
     return notes
 
 
 def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
-    """What the number of nano-batches means for the documents."""
     if planner.nano_batches == 1:
         return (
             "One nano-batch: nothing is computed while messages travel. --nano-batches 2 hides "
@@ -183,20 +189,9 @@ def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
     half = tokens_per_rank // 2
     where = "ranks, or in both nano-batches" if planner.cut_documents else "ranks"
     return (
-        f"Two nano-batches (ping-pong) halve T: in a tick a rank holds {half} of its "
-        f"{tokens_per_rank} tokens, so a document of more than {half} tokens lies on several "
-        f"{where}. "
-        "--nano-batches 1 shows the other case, in which nothing hides communication."
-    )
-
-
-def _row_note(setup: Setup) -> str:
-    """The bytes of a token that is moved."""
-    shape = setup.model.attention_shape
-    return (
-        f"A moved query has {shape.q_row_bytes / _KILO:.1f} KB and its output "
-        f"{shape.o_row_bytes / _KILO:.1f} KB; the key and value of a token of its context have "
-        f"{shape.kv_row_bytes / _KILO:.1f} KB (forward, one layer)."
+        f"Two nano-batches (ping-pong): in a tick a rank holds {half} of its {tokens_per_rank} "
+        f"tokens, so a longer document lies on several {where}. --nano-batches 1 shows the other "
+        "case, in which nothing hides communication."
     )
 
 

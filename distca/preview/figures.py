@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,24 @@ from matplotlib.ticker import MaxNLocator
 
 from core_attention.arrays import Float64Array
 from core_attention.plan import imbalance
-from distca.preview.sections import relative_step
+from distca.preview.sections import CAD, relative_steps
 from distca.process.plain_text import figure_text
-from distca.report.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, figure_style
-from distca.simulator.comparison import BASELINES, Comparison
+from distca.report.style import BLUE, GREY, INK, ORANGE, PURPLE, figure_style
+from distca.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
 from distca.simulator.offline import PlannedBatch
 
 _MILLI, _MEGA = 1e3, 1e6
 _MANY = 40
 """From this many servers on, bars become a line and labels are thinned out."""
+
+_THIN: dict[str, Any] = {"marker": "s", "markersize": 4}
+_LINES: dict[str, dict[str, Any]] = {
+    PLAIN: {"color": GREY, **_THIN},
+    REPACKED: {"color": "#5B5B5B", **_THIN},
+    SHARED: {"color": ORANGE, **_THIN},
+    HIDDEN: {"color": PURPLE, "linestyle": "--", **_THIN},
+    CAD: {"color": BLUE, "linewidth": 2.6, "marker": "o"},
+}
 
 
 def draw_plan(batch: PlannedBatch, caption: str) -> Figure:
@@ -35,7 +44,7 @@ def draw_plan(batch: PlannedBatch, caption: str) -> Figure:
         _draw_load(top, batch)
         left, right = bottom.subplots(1, 2, width_ratios=(1, 1.15))
         _draw_bytes(bottom, left, batch)
-        _draw_steps(right, batch)
+        _draw_steps(right, batch.comparison)
     return figure
 
 
@@ -81,16 +90,11 @@ def _draw_bytes(figure: FigureBase, axes: Axes, batch: PlannedBatch) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _draw_steps(axes: Axes, batch: PlannedBatch) -> None:
-    rows = (
-        ("plain packing", batch.plain_seconds, GREY),
-        ("re-packing documents", batch.repacked_seconds, GREY),
-        ("+ context parallel", batch.context_parallel_seconds, GREY),
-        ("+ gather hidden,\n1.2x tokens", batch.hidden_gather_seconds, GREY),
-        ("CAD", batch.disaggregated_seconds, BLUE),
-    )
-    relative = [seconds / batch.balanced_seconds for _, seconds, _ in rows]
-    bars = axes.barh([name for name, *_ in rows], relative, color=[row[2] for row in rows])
+def _draw_steps(axes: Axes, comparison: Comparison) -> None:
+    steps = relative_steps(comparison)
+    names = [name.replace(", ", ",\n") for name in steps]
+    colours = [BLUE if name == CAD else GREY for name in steps]
+    bars = axes.barh(names, list(steps.values()), color=colours)
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
@@ -100,18 +104,14 @@ def _draw_steps(axes: Axes, batch: PlannedBatch) -> None:
 
 
 def draw_comparisons(comparisons: Sequence[Comparison], title: str) -> Figure:
-    """Step time over GPUs, relative to perfect balance, one line per method."""
+    """Step time over GPUs, relative to perfect balance, one line a method."""
     with figure_style():
         figure = Figure(figsize=(8.6, 4.6), layout="constrained")
         axes = figure.subplots()
         gpus = [comparison.n_gpus for comparison in comparisons]
-        for name, style in _line_styles(comparisons[0]).items():
-            axes.plot(
-                gpus,
-                [relative_step(c, name) for c in comparisons],
-                label=figure_text(name),
-                **style,
-            )
+        steps = [relative_steps(comparison) for comparison in comparisons]
+        for name, style in _LINES.items():
+            axes.plot(gpus, [step[name] for step in steps], label=name, **style)
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(gpus, [str(n) for n in gpus])
@@ -121,17 +121,3 @@ def draw_comparisons(comparisons: Sequence[Comparison], title: str) -> Figure:
         axes.set_title(figure_text(title))
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def _line_styles(comparison: Comparison) -> Mapping[str, dict[str, Any]]:
-    """Baselines thin in their colours, those with more memory dashed; methods bold."""
-    styles: dict[str, dict[str, Any]] = {}
-    shades = {"plain": GREY, "re-packing": "#5B5B5B", "WLB": ORANGE, "hidden": PURPLE}
-    for name in BASELINES:
-        if name in comparison.baseline_seconds:
-            colour = next(shade for start, shade in shades.items() if name.startswith(start))
-            dashes = "--" if "1.2x" in name else "-"
-            styles[name] = {"color": colour, "linestyle": dashes, "marker": "s", "markersize": 4}
-    for name, colour in zip(comparison.disaggregated, (BLUE, GREEN, SKY), strict=False):
-        styles[name] = {"color": colour, "linewidth": 2.6, "marker": "o"}
-    return styles

@@ -1,4 +1,4 @@
-"""What previews say, as headings, texts and tables; the terminal and the page show the same."""
+"""Headings, texts and tables of previews; the terminal and the page show the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
-from distca.simulator.comparison import Comparison
+from distca.simulator.comparison import BASELINES, Comparison
 from distca.simulator.disaggregated import DisaggregatedStep
 from distca.simulator.offline import PlannedBatch, what_bounds
 from distca.simulator.schedules import EVEN, IDLE_AWARE, ScheduleComparison, ScheduleTimes
@@ -36,17 +36,74 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
 
 
-def plan_sections(batches: Sequence[PlannedBatch], *notes: str) -> list[Section]:
+Column = Callable[[Comparison], str]
+
+_METHODS = (
+    "Step times: 1.000 is a step whose attention is perfectly spread. plain packing: documents as "
+    "they come. re-packing: whole documents arranged so that ranks take equal time. "
+    "WLB-ideal-like: the best of re-packing and sharing each document among ranks (context "
+    "parallelism), which waits for its gather. hidden gather, 1.2x tokens: the same if the gather "
+    "ran entirely behind compute, and a rank might hold 20% more tokens, with the memory for them. "
+    "CAD: this project."
+)
+
+CAD = "CAD"
+
+
+def relative_steps(comparison: Comparison) -> dict[str, float]:
+    """Step seconds of each way / those of perfect balance, by its name."""
+    seconds = {**comparison.baseline_seconds, CAD: comparison.disaggregated.seconds}
+    return {name: value / comparison.balanced_seconds for name, value in seconds.items()}
+
+
+def comparison_section(
+    title: str,
+    columns: Sequence[str],
+    comparisons: Sequence[Comparison],
+    notes: Sequence[str] = (),
+    more: Sequence[Sequence[str]] = (),
+) -> Section:
+    """Step times in all ways, in columns.
+
+    Args:
+        title: heading.
+        columns: a name for each comparison.
+        comparisons: what is shown.
+        notes: what to know of all.
+        more: rows that come first, each with its name.
+    """
+    values: dict[str, Column] = {
+        "heaviest document / mean rank": lambda c: f"{c.heaviest_document_share:.2f}",
+        "balanced step": lambda c: f"{c.balanced_seconds:.3f} s",
+        **{f"step: {name}": _relative(name) for name in (*BASELINES, CAD)},
+        "CAD waits for links": lambda c: f"{c.exposed_share:.1%}",
+        "imbalance of the worst tick, planned": lambda c: f"{c.disaggregated.imbalance:.3f}",
+        "GB moved a layer": lambda c: f"{c.disaggregated.moved_bytes / _GIGA:.2f}",
+    }
+    rows = [(name, *(value(c) for c in comparisons)) for name, value in values.items()]
+    return Section(title, (*notes, _METHODS), ("", *columns), [*more, *rows])
+
+
+def _relative(name: str) -> Column:
+    return lambda comparison: f"{relative_steps(comparison)[name]:.3f}"
+
+
+def plan_sections(batches: Sequence[PlannedBatch], notes: Sequence[str]) -> list[Section]:
     """The batches; of the first one, what bounds it, why the planner stopped, and its servers.
     ``notes``: what to know of all batches."""
     first = batches[0]
     plan = first.plan
-    return [
-        Section(
-            "Batches (step times: 1.000 is a step whose attention is perfectly spread)",
-            notes,
-            *_batch_table(batches),
+    own = [
+        ("documents", *(str(batch.plan.manifest.n_texts) for batch in batches)),
+        (
+            "imbalance of the step, plain packing",
+            *(f"{batch.home_imbalance:.2f}" for batch in batches),
         ),
+        ("tolerance", *(str(batch.plan.verdict or "unknown") for batch in batches)),
+    ]
+    columns = [f"batch {index}" for index in range(len(batches))]
+    return [
+        comparison_section("Batches", columns, [b.comparison for b in batches], notes, own),
         Section("What bounds batch 0", (what_bounds(first),)),
         Section(
             f"Why the planner ({plan.planner}) stopped, batch 0",
@@ -54,31 +111,6 @@ def plan_sections(batches: Sequence[PlannedBatch], *notes: str) -> list[Section]
         ),
         Section(_servers_title(first), (), *_server_table(first)),
     ]
-
-
-def _batch_table(batches: Sequence[PlannedBatch]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Batches in columns: there are few of them, and their names are short."""
-    values: dict[str, Callable[[PlannedBatch], str]] = {
-        "documents": lambda b: str(b.plan.manifest.n_texts),
-        "heaviest document / mean rank": lambda b: f"{b.heaviest_document_share:.2f}",
-        "imbalance of the step, plain packing": lambda b: f"{b.home_imbalance:.2f}",
-        "imbalance of the worst tick, planned": lambda b: f"{b.planned_imbalance:.3f}",
-        "tolerance": lambda b: str(b.plan.verdict or "unknown"),
-        "GB moved a layer": lambda b: f"{b.moved_bytes.sum() / _GIGA:.2f}",
-        "balanced step": lambda b: f"{b.balanced_seconds:.3f} s",
-        "step: plain packing": lambda b: _relative(b, b.plain_seconds),
-        "step: re-packing documents": lambda b: _relative(b, b.repacked_seconds),
-        "step: + context parallel": lambda b: _relative(b, b.context_parallel_seconds),
-        "step: + gather hidden, 1.2x tokens": lambda b: _relative(b, b.hidden_gather_seconds),
-        "step: CAD": lambda b: _relative(b, b.disaggregated_seconds),
-        "CAD waits for links": lambda b: f"{b.exposed_seconds / b.disaggregated_seconds:.1%}",
-    }
-    head = ("", *(f"batch {index}" for index in range(len(batches))))
-    return head, [(name, *(value(batch) for batch in batches)) for name, value in values.items()]
-
-
-def _relative(batch: PlannedBatch, seconds: float) -> str:
-    return f"{seconds / batch.balanced_seconds:.3f}"
 
 
 def _servers_title(batch: PlannedBatch) -> str:
@@ -126,44 +158,6 @@ def _server_bytes(batch: PlannedBatch) -> tuple[Int64Array, Int64Array]:
     return batch.moved_bytes.sum(axis=0)[at], batch.moved_bytes.sum(axis=1)[at]
 
 
-_METHODS = (
-    "plain packing: documents as they come. re-packing: whole documents arranged so that ranks "
-    "take equal time. WLB-ideal-like: the best of re-packing and sharing each document among ranks "
-    "(context parallelism), which waits for its gather. hidden gather: the same if the gather ran "
-    "entirely behind compute. 1.2x tokens: a rank may hold 20% more tokens, with the memory for "
-    "them. CAD: this project."
-)
-
-
-def simulation_sections(comparisons: Sequence[Comparison], *notes: str) -> list[Section]:
-    """Step times of all methods, and what disaggregation gains over each baseline. ``notes``: what
-    to know of all."""
-    columns = [f"{comparison.n_gpus} GPUs" for comparison in comparisons]
-    baselines = list(comparisons[0].baseline_seconds)
-    methods = list(comparisons[0].disaggregated)
-    steps = [
-        (name, *(f"{relative_step(c, name):.3f}" for c in comparisons))
-        for name in (*baselines, *methods)
-    ]
-    steps.append(("balanced step", *(f"{c.balanced_seconds:.3f} s" for c in comparisons)))
-    details = []
-    for name in methods:
-        own = [comparison.disaggregated[name] for comparison in comparisons]
-        details += [
-            (f"{name}: {baseline}", *(f"{c.speedup(name, baseline):.2f}x" for c in comparisons))
-            for baseline in baselines
-        ]
-        details += [
-            (f"{name}: waits for links", *(f"{s.exposed_seconds / s.seconds:.1%}" for s in own)),
-            (f"{name}: worst imbalance", *(f"{s.imbalance:.3f}" for s in own)),
-            (f"{name}: GB a layer", *(f"{s.moved_bytes / _GIGA:.1f}" for s in own)),
-        ]
-    return [
-        Section("Step time / perfect balance", (*notes, _METHODS), ("method", *columns), steps),
-        Section("Speed-up over, and details", (), ("method: over", *columns), details),
-    ]
-
-
 ScheduleValue = tuple[str, Callable[[ScheduleTimes], str]]
 """A row's name and what it shows of a schedule."""
 
@@ -206,10 +200,3 @@ def _pooled_values(spread: str, unit: float) -> list[ScheduleValue]:
         ("  waits for links", lambda t: f"{step(t).exposed_seconds / step(t).seconds:.1%}"),
         ("  GPUs idle", lambda t: f"{step(t).idle_share:.0%}"),
     ]
-
-
-def relative_step(comparison: Comparison, name: str) -> float:
-    """Step seconds of baseline or method ``name`` / those of perfect balance."""
-    if name in comparison.disaggregated:
-        return comparison.disaggregated[name].seconds / comparison.balanced_seconds
-    return comparison.baseline_seconds[name] / comparison.balanced_seconds

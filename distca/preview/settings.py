@@ -163,3 +163,15 @@ class FleetSettings:
     pool_servers: Annotated[
         int, typer.Option(help="Attention servers of the pool, each with a rank's GPUs.")
     ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Where the drawings go."""
+
+    PANEL: ClassVar = "Output"
+
+    png: Annotated[Path | None, typer.Option(help="Draw the picture of the page to this PNG.")] = (
+        None
+    )
+    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None

@@ -1,65 +1,44 @@
-"""All methods side by side on the same documents: what ``distca simulate`` and the paper's table
-show."""
+"""All methods side by side on the same documents: what ``distca plan`` and ``distca simulate``
+show, and what a verdict rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from core_attention.arrays import Int64Array
+from core_attention.ca_task import Phase
 from distca.simulator.baselines import (
     balanced_seconds,
     best_context_parallel,
     plain_packing,
     repacked,
 )
-from distca.simulator.disaggregated import (
-    DisaggregatedStep,
-    Method,
-    disaggregated_step,
-    mean,
-    mean_step,
-)
+from distca.simulator.disaggregated import DisaggregatedStep, mean, mean_step
 from distca.simulator.errors import InputError
-from distca.simulator.packing import as_trained
+from distca.simulator.profile import document_seconds
+from distca.simulator.repacking import bins_in_order
 from distca.simulator.setup import Setup
-from distca.simulator.verdict import (
-    EXPOSED_TOO_MUCH,
-    SLOWER_THAN,
-    WORTH_MENTIONING,
-    Kind,
-    Remedy,
-    Verdict,
-    shorter_wait,
-)
 
 MEMORY_SLACK = 1.2
 """Tokens that a baseline may put on a rank when memory is not held equal, of its even share."""
 
 PLAIN = "plain packing"
 REPACKED = "re-packing"
-REPACKED_SLACK = "re-packing, 1.2x tokens"
-EXPOSED = "WLB-ideal-like"
-EXPOSED_SLACK = "WLB-ideal-like, 1.2x tokens"
-HIDDEN = "hidden gather"
-HIDDEN_SLACK = "hidden gather, 1.2x tokens"
+SHARED = "WLB-ideal-like"
+HIDDEN = "hidden gather, 1.2x tokens"
 
 Baseline = Callable[[Setup, Int64Array], float]
 
 BASELINES: Mapping[str, Baseline] = {
     PLAIN: lambda setup, lengths: plain_packing(setup, lengths).seconds,
     REPACKED: lambda setup, lengths: repacked(setup, lengths, 1.0).seconds,
-    REPACKED_SLACK: lambda setup, lengths: repacked(setup, lengths, MEMORY_SLACK).seconds,
-    EXPOSED: lambda setup, lengths: (
+    SHARED: lambda setup, lengths: (
         best_context_parallel(setup, lengths, 1.0, hidden_gather=False).seconds
     ),
-    EXPOSED_SLACK: lambda setup, lengths: (
-        best_context_parallel(setup, lengths, MEMORY_SLACK, hidden_gather=False).seconds
-    ),
     HIDDEN: lambda setup, lengths: (
-        best_context_parallel(setup, lengths, 1.0, hidden_gather=True).seconds
-    ),
-    HIDDEN_SLACK: lambda setup, lengths: (
         best_context_parallel(setup, lengths, MEMORY_SLACK, hidden_gather=True).seconds
     ),
 }
@@ -69,108 +48,88 @@ parallelism take the best split of the ranks into data and context parallelism."
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Mean step seconds over batches.
+    """A step in all ways, or means over several.
 
     Attributes:
         n_gpus: of the job.
+        n_servers: attention servers.
+        heaviest_document_share: attention seconds of the heaviest document / those of a mean rank;
+            of several steps the most.
         balanced_seconds: perfectly spread attention, nothing moved (with stages: 1F1B).
-        baseline_seconds: by name of the baseline.
-        disaggregated: by name of the method.
+        attention_share: of that step, 0 to 1.
+        baseline_seconds: by the names of :data:`BASELINES`.
+        disaggregated: the step under plans.
     """
 
     n_gpus: int
+    n_servers: int
+    heaviest_document_share: float
     balanced_seconds: float
+    attention_share: float
     baseline_seconds: Mapping[str, float]
-    disaggregated: Mapping[str, DisaggregatedStep]
+    disaggregated: DisaggregatedStep
 
-    def speedup(self, method: str, baseline: str) -> float:
-        """How many times faster ``method`` is than ``baseline``."""
-        return self.baseline_seconds[baseline] / self.disaggregated[method].seconds
+    @property
+    def whole_seconds(self) -> float:
+        """Step seconds of whole documents, as they come or re-packed, whichever is faster."""
+        return min(self.baseline_seconds[PLAIN], self.baseline_seconds[REPACKED])
 
+    @property
+    def exposed_share(self) -> float:
+        """Share of the disaggregated step that waits for communication."""
+        return self.disaggregated.exposed_seconds / self.disaggregated.seconds
 
-def judge_comparisons(
-    comparisons: Sequence[Comparison], method: str, remedies: Sequence[Remedy] = tuple(Remedy)
-) -> Verdict:
-    """The verdict on one method over one or more numbers of GPUs; of what kind it is the largest
-    one decides."""
-    kinds = [_kind(comparison, method) for comparison in comparisons]
-    of_kind = {
-        Kind.SLOWER: "CAD is slower than plain packing",
-        Kind.LINKS_TOO_SLOW: "The links hold CAD back",
-        Kind.LITTLE_TO_GAIN: "There is little to gain from CAD",
-        Kind.GAIN: "CAD is worth it",
-    }
-    sentences = []
-    for kind, words in of_kind.items():
-        own = [c for c, its in zip(comparisons, kinds, strict=True) if its is kind]
-        if own:
-            sizes = ", ".join(str(comparison.n_gpus) for comparison in own)
-            sentences.append(f"{words} on {sizes} GPUs: {_speedups(own, method)}.")
-    if Kind.LINKS_TOO_SLOW in kinds or Kind.SLOWER in kinds:
-        sentences.append(shorter_wait(remedies))
-    at = max(range(len(comparisons)), key=lambda i: comparisons[i].n_gpus)
-    return Verdict(kinds[at], " ".join(sentences))
-
-
-def _kind(comparison: Comparison, method: str) -> Kind:
-    step = comparison.disaggregated[method]
-    if comparison.speedup(method, PLAIN) < SLOWER_THAN:
-        return Kind.SLOWER
-    if step.exposed_seconds / step.seconds > EXPOSED_TOO_MUCH:
-        return Kind.LINKS_TOO_SLOW
-    if min(comparison.speedup(method, name) for name in (PLAIN, REPACKED)) < WORTH_MENTIONING:
-        return Kind.LITTLE_TO_GAIN
-    return Kind.GAIN
-
-
-def _speedups(comparisons: Sequence[Comparison], method: str) -> str:
-    def times(baseline: str) -> str:
-        return ", ".join(f"{c.speedup(method, baseline):.2f}x" for c in comparisons)
-
-    waits = (c.disaggregated[method] for c in comparisons)
-    shares = ", ".join(f"{step.exposed_seconds / step.seconds:.0%}" for step in waits)
-    return (
-        f"{times(PLAIN)} the speed of plain packing and {times(EXPOSED)} that of the best "
-        f"re-packing with context parallelism at equal memory ({EXPOSED}); {shares} of the step "
-        "waits for communication"
-    )
+    def speedup(self, baseline: str) -> float:
+        """How many times faster the disaggregated step is than ``baseline``."""
+        return self.baseline_seconds[baseline] / self.disaggregated.seconds
 
 
 def compare(
-    setup: Setup,
-    batches: Sequence[Int64Array],
-    methods: Mapping[str, Method],
-    baselines: Iterable[str] = tuple(BASELINES),
+    setup: Setup, lengths: Int64Array, step: DisaggregatedStep, n_servers: int
 ) -> Comparison:
-    """Simulates every baseline and method on every batch, on the same documents: those that the
-    method with the most nano-batches trains.
+    """Simulates every baseline on the documents of one step.
 
     Args:
         setup: what is simulated.
-        batches: documents of each step, ``setup.step_tokens`` tokens each; 1 or more steps.
-        methods: ways to disaggregate, by name.
-        baselines: names in :data:`BASELINES`.
-
-    Raises:
-        InputError: no batches, an unknown baseline, or tokens that do not match.
+        lengths: documents as they were trained, ``setup.step_tokens`` tokens.
+        step: the same documents with disaggregation.
+        n_servers: attention servers of it.
     """
-    if not batches:
-        raise InputError("no batches to simulate; give 1 or more")
-    unknown = sorted(set(baselines) - set(BASELINES))
-    if unknown:
-        raise InputError(f"unknown baselines {unknown}; valid are {sorted(BASELINES)}")
-    n_parts = max((method.n_parts for method in methods.values()), default=1)
-    batches = [
-        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, n_parts) for batch in batches
-    ]
+    n_bins = setup.n_pipelines * setup.n_microbatches
+    bins = bins_in_order(lengths, n_bins, setup.tokens_per_rank, setup.rank_profile)
+    of_bin = float((bins.forward_seconds + bins.backward_seconds).mean())
+    of_rank = of_bin * setup.n_microbatches
+    heaviest = np.sum(
+        [document_seconds(setup.rank_profile, lengths, phase) for phase in Phase], axis=0
+    ).max()
+    balanced = balanced_seconds(setup, lengths)
     return Comparison(
         n_gpus=setup.cluster.n_gpus,
-        balanced_seconds=mean(balanced_seconds(setup, batch) for batch in batches),
+        n_servers=n_servers,
+        heaviest_document_share=float(heaviest) / of_rank,
+        balanced_seconds=balanced,
+        attention_share=of_rank * setup.layers_per_stage / balanced,
+        baseline_seconds={name: of(setup, lengths) for name, of in BASELINES.items()},
+        disaggregated=step,
+    )
+
+
+def mean_comparison(steps: Sequence[Comparison]) -> Comparison:
+    """The means over steps of one job.
+
+    Raises:
+        InputError: there are none.
+    """
+    if not steps:
+        raise InputError("no batches to simulate; give 1 or more")
+    return Comparison(
+        n_gpus=steps[0].n_gpus,
+        n_servers=steps[0].n_servers,
+        heaviest_document_share=max(step.heaviest_document_share for step in steps),
+        balanced_seconds=mean(step.balanced_seconds for step in steps),
+        attention_share=mean(step.attention_share for step in steps),
         baseline_seconds={
-            name: mean(BASELINES[name](setup, batch) for batch in batches) for name in baselines
+            name: mean(step.baseline_seconds[name] for step in steps) for name in BASELINES
         },
-        disaggregated={
-            name: mean_step([disaggregated_step(setup, batch, method) for batch in batches])
-            for name, method in methods.items()
-        },
+        disaggregated=mean_step([step.disaggregated for step in steps]),
     )

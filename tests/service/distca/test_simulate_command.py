@@ -38,7 +38,7 @@ def test_all_methods_are_compared() -> None:
         assert name in output
     assert "16 GPUs" in output
     assert "32 GPUs" in output
-    assert "1.2x tokens: a rank may hold 20% more tokens" in output
+    assert "a rank might hold 20% more tokens" in output
     assert "Verdict:" in output
 
 
@@ -47,9 +47,9 @@ def test_the_verdict_names_each_number_of_gpus_and_stands_on_the_page(tmp_path: 
     slow = ("--bandwidth-gbps", "0.5", "--host-bandwidth-gbps", "0.5", "--tolerance", "0.2")
     output = run("--distribution", "prolong", *SMALL, *slow, "--html", str(page))
     assert "Verdict: slower than plain packing" in output
-    words = "CAD is slower than plain packing on 16, 32 GPUs: 0."
-    assert words in " ".join(output.replace("│", " ").split())
-    assert words in page.read_text()
+    for words in ("On 16 GPUs: CAD is slower", "On 32 GPUs: CAD is slower"):
+        assert words in " ".join(output.replace("│", " ").split())
+        assert words in page.read_text()
     assert "--homes planned" in output
     assert "--tolerance 0.1" not in output
 

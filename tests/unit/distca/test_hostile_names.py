@@ -19,9 +19,9 @@ from distca import cli
 from distca.contract.rpc_errors import RpcError
 from distca.doctor.finding import Finding, Status, failed
 from distca.doctor.report import as_json, show
-from distca.preview.display import print_sections, print_verdict
-from distca.preview.page import save_page
+from distca.preview.output import Preview
 from distca.preview.sections import Section
+from distca.preview.settings import OutputSettings
 from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.figures import draw_figures
@@ -62,12 +62,17 @@ TERMINAL: dict[str, Callable[[Console], None]] = {
     "progress": progress,
     "summary": lambda console: console.print(summary_table(hostile_record())),
     "doctor": lambda console: show(finding(), console),
-    "preview": lambda console: print_sections(
-        console, [Section(HOSTILE, (HOSTILE,), ("what",), ((HOSTILE,),))]
-    ),
-    "verdict": lambda console: print_verdict(console, Verdict(Kind.GAIN, HOSTILE)),
+    "preview": lambda console: hostile_preview().show(console),
     "top": lambda console: console.print(_view(None, HOSTILE, 1.0)),
 }
+
+
+def hostile_preview() -> Preview:
+    figure = Figure(figsize=(1, 1))
+    figure.suptitle("<script>")
+    section = Section(HOSTILE, (HOSTILE,), ("what",), ((HOSTILE,),))
+    verdict = Verdict(Kind.GAIN, HOSTILE)
+    return Preview(title=HOSTILE, sections=[section], verdicts=[verdict], draw=lambda: figure)
 
 
 @pytest.mark.parametrize("sink", TERMINAL)
@@ -114,10 +119,7 @@ def test_a_report_page_runs_nothing_and_turns_no_text_round() -> None:
 
 def test_a_preview_page_runs_nothing_and_keeps_its_figure(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    section = Section(HOSTILE, (HOSTILE,), (HOSTILE,), ((HOSTILE,),))
-    figure = Figure(figsize=(1, 1))
-    figure.suptitle("<script>")
-    save_page(HOSTILE, HOSTILE, figure, [section], path)
+    hostile_preview().save(OutputSettings(html=path))
     page = path.read_text()
     assert not any(obeyed in page for obeyed in ("<script>", "\u202e", "\x1b", "\x9b"))
     assert "<svg" in page
