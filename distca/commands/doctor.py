@@ -10,12 +10,10 @@ import typer
 
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
-from distca.doctor.settings import DoctorSettings, parse_address
+from distca.doctor.settings import DoctorSettings
 from distca.options import options_from
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from distca.doctor.surroundings import Surroundings
 
 FAILED_EXIT_CODE = 1
@@ -48,13 +46,6 @@ class DoctorOptions:
         bool, typer.Option("--strict", help="Exit with 1 for what is only to look at, too.")
     ] = False
     json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Instead of checking, answer the measurements of other doctors, until Ctrl-C.",
-        ),
-    ] = ""
 
 
 @options_from
@@ -76,9 +67,6 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
     # UCX logs to stdout by default, which would end up among the findings.
     os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")
     console = Console(highlight=False)
-    if options.listen:
-        _listen(options.listen, settings, console)
-        return
     with as_usage_error():
         around = _surroundings(options, settings, tls)
         checks = OUTSIDER_CHECKS if options.outsider else CHECKS
@@ -126,20 +114,3 @@ def _surroundings(options: DoctorOptions, settings: DoctorSettings, tls: ClientT
         reach = RpcSettings(address=options.control_plane, **values_of(ClientTls, tls))
         cluster = ClusterProbe(reach, options.connect_seconds)
     return Surroundings(settings=settings, cluster=cluster)
-
-
-def _listen(listen: str, settings: DoctorSettings, console: Console) -> None:
-    from distca.commands.usage import as_usage_error
-    from distca.doctor.responder import ResponderSettings, respond_until_signal
-
-    with as_usage_error():
-        address = parse_address("listen", listen)
-        responder = ResponderSettings(
-            host=address.host,
-            port=address.port,
-            device=settings.device,
-            transport=settings.transport,
-            one_host=settings.one_host,
-        )
-    for bound in respond_until_signal(responder):
-        console.print(f"Answering doctors at {bound}; Ctrl-C ends it.", soft_wrap=True)

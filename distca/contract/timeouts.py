@@ -448,7 +448,7 @@ TIMEOUTS = (
         name="probe_seconds",
         seconds=20.0,
         who="doctor",
-        what="one peer's answers",
+        what="the answers of a second process, over one way",
         then="the check fails",
         option="doctor --probe-seconds",
     ),

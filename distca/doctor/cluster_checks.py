@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from data_plane.interfaces import addresses_of, ipv4_of
 from distca import __version__
@@ -181,10 +181,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-CLUSTER_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
-    "control-plane": check_control_plane,
-    "clock": check_clock,
-    "versions": check_versions,
-}

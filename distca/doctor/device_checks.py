@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -224,13 +224,3 @@ def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-PER_DEVICE = ("gpu", "kernels")
-"""Checks of each device that is named; the others are of the machine."""
-
-DEVICE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
-    "gpu": check_gpu,
-    "driver": check_driver,
-    "kernels": check_kernels,
-}

@@ -7,13 +7,16 @@ import http.client
 import socket
 import ssl
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from data_plane.greeting import HEADER_BYTES, BadGreeting, decode_header
+from data_plane.nixl.link import receive_exactly
 from data_plane.transport import Address
 from distca.contract.timeouts import default_seconds
-from distca.doctor.measurement import answers_as_nixl
+from distca.doctor.responder import HELLO, OPEN_SECRET
 from distca.process.plain_text import plain
 
 _FIRST_WORDS_SECONDS = default_seconds("first_words_seconds")
@@ -77,7 +80,7 @@ def listen_to(address: Address, files: ClientFiles) -> Endpoint:
     except OSError as error:
         return Endpoint(speaks=Speaks.UNREACHABLE, said=str(error.strerror or error))
     if unasked and not _is_settings(unasked):
-        if answers_as_nixl(address):
+        if _answers_as_nixl(address):
             return Endpoint(speaks=Speaks.DATA, said="nixl")
         return Endpoint(speaks=Speaks.TEXT, said=_shown(unasked))
     try:
@@ -182,15 +185,25 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     return page
 
 
+def _answers_as_nixl(address: Address) -> bool:
+    """Whether what listens speaks the greeting of the nixl transport."""
+    try:
+        with socket.create_connection((address.host, address.port), _FIRST_WORDS_SECONDS) as link:
+            deadline = time.monotonic() + _FIRST_WORDS_SECONDS
+            decode_header(receive_exactly(link, HEADER_BYTES, deadline))
+    except (OSError, BadGreeting):
+        return False
+    return True
+
+
 def _by_ucx(address: Address) -> Endpoint | None:
     """Whether it is the listener of the ucxx transport; None if not, or nothing here can tell."""
     from data_plane.transport import HandshakeRejected, TransportError
-    from distca.doctor.measurement import measure, transport_of
-    from distca.doctor.responder import HELLO
+    from data_plane.transports import open_transport
 
     try:
-        with transport_of("ucxx", "cpu", one_host=False) as transport:
-            measure(transport, "cpu", address, HELLO, _FIRST_WORDS_SECONDS)
+        with closing(open_transport("ucxx", device="cpu", one_host=False)) as transport:
+            transport.connect(address, HELLO, _FIRST_WORDS_SECONDS, secret=OPEN_SECRET)
     except HandshakeRejected:
         pass
     except (ImportError, TransportError, RuntimeError, ValueError):

@@ -7,26 +7,50 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from distca.doctor.certificate_checks import check_certificates
-from distca.doctor.cluster_checks import CLUSTER_CHECKS, check_dns
+from distca.doctor.cluster_checks import (
+    check_clock,
+    check_control_plane,
+    check_dns,
+    check_versions,
+)
 from distca.doctor.data_port_checks import check_data_ports
-from distca.doctor.device_checks import DEVICE_CHECKS, PER_DEVICE
+from distca.doctor.device_checks import check_driver, check_gpu, check_kernels
 from distca.doctor.finding import Finding, failed
-from distca.doctor.machine_checks import MACHINE_CHECKS
+from distca.doctor.machine_checks import (
+    check_gpudirect,
+    check_memlock,
+    check_namespaces,
+    check_rdma,
+    check_shared_memory,
+)
 from distca.doctor.surroundings import Surroundings
-from distca.doctor.ucx_checks import UCX_CHECKS
+from distca.doctor.transport_checks import check_transport, check_ucx
 
 logger = logging.getLogger(__name__)
 
 Check = Callable[[Surroundings], Iterable[Finding]]
 
 CHECKS: Mapping[str, Check] = {
-    **DEVICE_CHECKS,
-    **MACHINE_CHECKS,
+    "gpu": check_gpu,
+    "driver": check_driver,
+    "kernels": check_kernels,
+    "memlock": check_memlock,
+    "shared-memory": check_shared_memory,
+    "namespaces": check_namespaces,
+    "rdma": check_rdma,
+    "gpudirect": check_gpudirect,
     "dns": check_dns,
     "certificates": check_certificates,
-    **CLUSTER_CHECKS,
-    **UCX_CHECKS,
+    "control-plane": check_control_plane,
+    "clock": check_clock,
+    "versions": check_versions,
+    "transport": check_transport,
+    "ucx": check_ucx,
 }
+"""In the order of the report. A check says nothing where it does not apply."""
+
+PER_DEVICE = ("gpu", "kernels")
+"""Checks of each device that is named; the others are of the machine."""
 
 OUTSIDER_CHECKS: Mapping[str, Check] = {"data-ports": check_data_ports}
 """What a machine can tell that is to be no part of any job."""

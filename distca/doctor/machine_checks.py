@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
 from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
@@ -134,12 +134,3 @@ def check_gpudirect(around: Surroundings) -> Iterable[Finding]:
         "neither nvidia_peermem nor the driver's open kernel module: data goes through the host",
         "modprobe nvidia_peermem on the machine",
     )
-
-
-MACHINE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
-    "memlock": check_memlock,
-    "shared-memory": check_shared_memory,
-    "namespaces": check_namespaces,
-    "rdma": check_rdma,
-    "gpudirect": check_gpudirect,
-}

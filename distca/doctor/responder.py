@@ -1,26 +1,34 @@
-"""The other end of a measurement: listens and answers probes, nothing else."""
+"""The other end of a self test, in a process of its own: listens and answers probes."""
 
 from __future__ import annotations
 
 import json
+import os
+import selectors
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from data_plane.transport import Address, Claim, Connection, TransportName, check_transport
 from data_plane.transports import open_transport
-from distca import __version__
-from distca.process.interrupt import StopRequest
-
-_NOTICE_SECONDS = 0.2
 
 HELLO = b"distca doctor"
 """First message of a doctor; a server refuses it."""
 
 OPEN_SECRET = b"distca doctor: no secret"
-"""What doctors prove to one another. It is no secret: a responder answers whoever asks."""
+"""What a doctor proves to its responder. It is no secret: both are of one machine."""
+
+_LOG_OF_UCX = {"UCX_LOG_FILE": "/dev/stderr"}
+"""UCX logs to stdout by default, between whatever else is written there."""
+
+_CHILD_START_SECONDS = 60.0
+"""It imports PyTorch, on a machine that may be busy."""
+
+
+class ChildFailed(Exception):
+    """The responder in a process of its own did not start; the message ends with what it said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +37,12 @@ class ResponderSettings:
 
     Attributes:
         host: address of this machine.
-        port: 0 takes any free one.
         device: ``"cpu"`` or ``"cuda:<index>"``.
         transport: ``"auto"``, ``"ucxx"`` or ``"nixl"``.
-        one_host: let doctors of this machine use shared memory.
+        one_host: use shared memory.
     """
 
     host: str
-    port: int = 0
     device: str = "cpu"
     transport: str = TransportName.AUTO
     one_host: bool = False
@@ -47,11 +53,7 @@ class ResponderSettings:
 
 @contextmanager
 def responding(settings: ResponderSettings) -> Iterator[Address]:
-    """Answers probes until the block ends; gives the address it listens on.
-
-    Raises:
-        TransportError: the port is in use, or ``host`` is not of this machine.
-    """
+    """Answers probes until the block ends; gives the address it listens on."""
     transport = open_transport(
         settings.transport,
         device=settings.device,
@@ -59,34 +61,54 @@ def responding(settings: ResponderSettings) -> Iterator[Address]:
         data_host=settings.host,
     )
     try:
-        yield transport.listen(settings.host, settings.port, _accept)
+        yield transport.listen(settings.host, 0, _accept)
     finally:
         transport.close()
 
 
-def respond_until_signal(settings: ResponderSettings) -> Iterator[Address]:
-    """Yields the address once, then blocks until a signal.
+@contextmanager
+def child_responder(settings: ResponderSettings) -> Iterator[Address]:
+    """A responder in a process of its own, as a peer on this machine is.
 
     Raises:
-        KeyboardInterrupt: it was Ctrl-C.
+        ChildFailed: it did not start.
     """
-    with StopRequest() as stop, responding(settings) as address:
-        yield address
-        while not stop.requested:
-            time.sleep(_NOTICE_SECONDS)
-    stop.check()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "distca.doctor.responder", json.dumps(asdict(settings))],
+        env=os.environ | _LOG_OF_UCX,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield _address_of(child)
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
 
 
 def _accept(claim: Claim, connection: Connection) -> bytes:
     claim.check(OPEN_SECRET)
-    if claim.hello != HELLO:
-        raise ValueError("this is distca doctor --listen, which answers other doctors only")
-    return json.dumps({"version": __version__}).encode()
+    return b""
+
+
+def _address_of(child: subprocess.Popen[bytes]) -> Address:
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        ready = selector.select(_CHILD_START_SECONDS)
+    line = child.stdout.readline() if ready else b""
+    if not line:
+        child.kill()
+        _, said = child.communicate(timeout=10)
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ChildFailed(f"a second process with UCX did not start: {last or 'no word from it'}")
+    return Address(**json.loads(line))
 
 
 def main() -> None:
-    """A child process of a doctor: its settings as JSON in the first argument, its address as the
-    only line that it writes. It ends with its parent, which holds the other end of stdin."""
+    """Responds as a child process: settings as JSON in the first argument, its address as the only
+    line that it writes. It ends with its parent, which holds the other end of stdin."""
     settings = ResponderSettings(**json.loads(sys.argv[1]))
     with responding(settings) as address:
         sys.stdout.write(json.dumps(asdict(address)) + "\n")

@@ -19,26 +19,6 @@ from distca.contract.checks import check_host, check_least, check_seconds
 from distca.contract.timeouts import default_seconds
 from distca.options import Read
 
-CHECK_NAMES = (
-    "gpu",
-    "driver",
-    "kernels",
-    "memlock",
-    "shared-memory",
-    "namespaces",
-    "rdma",
-    "gpudirect",
-    "dns",
-    "certificates",
-    "control-plane",
-    "clock",
-    "versions",
-    "transport",
-    "ucx",
-    "peers",
-)
-"""Here and not from the checks themselves, which load PyTorch; a test compares them."""
-
 
 def parse_address(name: str, text: str) -> Address:
     """The address that ``text`` gives for the option ``name``; port 0 is any.
@@ -120,17 +100,13 @@ class DoctorSettings:
         typer.Option(
             "--peer",
             metavar="HOST:PORT",
-            help="Measure the way there, where 'distca doctor --listen' or an attention node runs; "
-            "all addresses of the name; may be given several times.",
+            help="With --outsider: data port of a node or trainer; may be given several times.",
         ),
         Read(str, _peer),
     ] = ()
     pool: Annotated[
         bool,
-        typer.Option(
-            help="Compare with the attention nodes that the control plane names, and measure the "
-            "way to each."
-        ),
+        typer.Option(help="Compare with the attention nodes that the control plane names."),
     ] = True
     ucx_ports: Annotated[
         range,
@@ -151,7 +127,8 @@ class DoctorSettings:
         frozenset[str],
         typer.Option(
             metavar="CHECK",
-            help=f"Check to leave out, of {', '.join(CHECK_NAMES)}; may be given several times.",
+            help="Check to leave out, by the name that stands in its line; may be given several "
+            "times.",
         ),
     ] = frozenset()
 

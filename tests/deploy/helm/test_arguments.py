@@ -18,7 +18,7 @@ from core_attention.shape import format_shape
 from distca.cli import app
 from distca.configuration import options_of
 from distca.contract.checks import MOST_SECONDS
-from distca.doctor.settings import CHECK_NAMES
+from distca.doctor.examination import CHECKS
 from distca.train.run import TrainerRun
 from tests.deploy.helm.chart import (
     CHART,
@@ -244,7 +244,7 @@ def test_the_schema_has_the_names_and_limits_of_the_code() -> None:
     planner = schema["properties"]["controlPlane"]["properties"]["planner"]
     assert planner["enum"] == ["", *PLANNERS]
     doctor = schema["properties"]["attentionNode"]["properties"]["doctor"]
-    assert tuple(doctor["properties"]["skip"]["items"]["enum"]) == CHECK_NAMES
+    assert tuple(doctor["properties"]["skip"]["items"]["enum"]) == tuple(CHECKS)
     assert schema["definitions"]["positiveSeconds"]["maximum"] == MOST_SECONDS
 
 

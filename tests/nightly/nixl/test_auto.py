@@ -14,11 +14,9 @@ import pytest
 from distca.contract import rpc
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.finding import Status
-from distca.doctor.measurement import child_responder
-from distca.doctor.path_checks import ways_to_peers
-from distca.doctor.responder import ResponderSettings
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
+from distca.doctor.transport_checks import check_transport
 from tests.service.trainer_client.test_parity import make_shape, spanning
 from tests.support.cluster import cluster
 from tests.support.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
@@ -49,41 +47,9 @@ def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -
             cluster=ClusterProbe(rpc.RpcSettings(address=pool.address), 10.0),
         )
         assert around.pool_transports == {"ucxx"}
-        (finding,) = ways_to_peers(around)
+        (finding,) = check_transport(around)
         assert finding.status is Status.FAIL
         assert "the servers of the pool use ucxx" in finding.says
-
-
-_UCXX_DOCTOR = """
-import sys
-from data_plane.transport import Address
-from distca.doctor.path_checks import ways_to_peers
-from distca.doctor.settings import DoctorSettings
-from distca.doctor.surroundings import Surroundings
-peer = Address("127.0.0.1", int(sys.argv[1]))
-settings = DoctorSettings(transport="ucxx", peers=(peer,), probe_seconds=5.0)
-for finding in ways_to_peers(Surroundings(settings=settings)):
-    print(finding.status, finding.says)
-"""
-
-
-def test_a_doctor_tells_a_peer_of_another_transport() -> None:
-    nixl = ResponderSettings(host="127.0.0.1", transport="nixl")
-    with child_responder(nixl) as address:
-        done = subprocess.run(
-            [sys.executable, "-c", _UCXX_DOCTOR, str(address.port)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-    said = f"fail {address}: the peer uses the transport nixl, this doctor ucxx"
-    assert done.stdout.strip() == said
-    with child_responder(ResponderSettings(host="127.0.0.1", transport="ucxx")) as address:
-        settings = DoctorSettings(transport="nixl", peers=(address,), probe_seconds=2.0)
-        (finding,) = ways_to_peers(Surroundings(settings=settings))
-    assert finding.status is Status.FAIL
-    assert "same --transport" in finding.advice
 
 
 @pytest.mark.skipif(

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_plane.transport import Address, HandshakeRejected
 from distca.certs.authority import Authority, Signed
 from distca.certs.description import describe_file
 from distca.contract.identity import Identity, Role
@@ -25,13 +21,11 @@ from distca.doctor.certificate_checks import judge_validity
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.examination import CHECKS, examine
 from distca.doctor.finding import Finding, Status
-from distca.doctor.measurement import ChildFailed, child_responder, measure, transport_of
-from distca.doctor.responder import HELLO, ResponderSettings, responding
+from distca.doctor.responder import ChildFailed, ResponderSettings, child_responder
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
 from tests import ROOT
 from tests.support import preloaded
-from tests.support.cluster import cluster
 from tests.support.service_harness import client_of, running
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
@@ -105,7 +99,6 @@ def test_nobody_there_fails_once_and_the_checks_that_need_it_say_nothing() -> No
     )
     assert "127.0.0.1:1: nobody listens there" in says("control-plane", where, FAIL)
     assert findings("clock", where) == []
-    assert findings("peers", where) == []
 
 
 def test_a_name_that_does_not_resolve_fails() -> None:
@@ -280,11 +273,9 @@ def test_what_ucx_logs_is_kept_out_of_the_findings() -> None:
 
 
 def test_without_ucxx_the_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distca.doctor.ucx_checks.ucx_version", lambda: None)
-    (finding,) = findings("ucx", around())
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    (finding,) = findings("ucx", around(transport="ucxx"))
     assert (finding.status, "ucxx-cu13" in finding.advice) == (FAIL, True)
-    where = around(peers=(Address("127.0.0.1", 1),))
-    assert says("peers", where, FAIL) == "ucxx cannot be imported"
 
 
 def test_a_child_that_does_not_start_says_why() -> None:
@@ -295,86 +286,9 @@ def test_a_child_that_does_not_start_says_why() -> None:
         pass
 
 
-# Peers.
-
-
 def skipping(*kept: str) -> list[str]:
     """Options that leave out every check but ``kept``."""
     return [f"--skip={name}" for name in CHECKS if name not in kept]
-
-
-@contextmanager
-def listening_doctor() -> Iterator[str]:
-    """``distca doctor --listen`` as a process; its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "distca", "doctor", "--listen=127.0.0.1:0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("Answering doctors at "), line
-        yield line.split()[3].rstrip(";")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_two_doctors_measure_the_way_between_them() -> None:
-    with listening_doctor() as address:
-        checked = doctor(f"--peer={address}", *skipping("peers"), "--json")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    (finding,) = json.loads(checked.stdout)["findings"]
-    assert (finding["check"], finding["status"]) == ("peers", "pass")
-    assert finding["figures"]["lanes"] == "tcp"
-    assert finding["figures"]["gigabytes_per_second"] > 0
-
-
-def test_a_listening_doctor_answers_doctors_alone() -> None:
-    with (
-        responding(ResponderSettings(host="127.0.0.1")) as address,
-        transport_of("ucxx", "cpu", one_host=False) as transport,
-    ):
-        assert measure(transport, "cpu", address, HELLO, 10.0).gigabytes_per_second > 0
-        with pytest.raises(HandshakeRejected, match="answers other doctors only"):
-            measure(transport, "cpu", address, b"a trainer", 10.0)
-
-
-def test_a_peer_that_is_not_there_fails_and_names_firewalls() -> None:
-    where = around(peers=(Address("127.0.0.1", 1),), probe_seconds=2.0)
-    (finding,) = findings("peers", where)
-    assert finding.status is FAIL
-    assert "UCX_TCP_PORT_RANGE" in finding.advice
-
-
-def test_a_peer_whose_name_does_not_resolve_fails() -> None:
-    where = around(peers=(Address("nowhere.invalid", 7710),))
-    assert "nowhere.invalid:7710 does not resolve" in says("peers", where, FAIL)
-    where = around(peers=(Address("node..example", 7710),))
-    assert "node..example:7710 does not resolve" in says("peers", where, FAIL)
-
-
-@pytest.mark.timeout(400)
-def test_attention_nodes_are_measured_with_a_jobs_token_or_reached_without_one(
-    tmp_path: Path,
-) -> None:
-    with cluster(tmp_path, 1) as running_cluster:
-        node = running_cluster.processes[-1]
-        checked = doctor(
-            f"--control-plane={running_cluster.address}",
-            f"--peer={node.addresses['data']}",
-            *skipping("peers", "control-plane"),
-            "--json",
-        )
-    told = {each["says"]: each for each in json.loads(checked.stdout)["findings"]}
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    (measured,) = (each for words, each in told.items() if words.startswith("server node-0 at"))
-    assert measured["figures"]["gigabytes_per_second"] > 0
-    assert any("it answers jobs alone, so its speed is not measured" in words for words in told)
 
 
 # The command.
@@ -432,7 +346,6 @@ def test_strict_fails_for_warnings() -> None:
         ("--device=gpu", "device is 'gpu'; give cpu or cuda:INDEX"),
         ("--also-device=cpu", "also_device is 'cpu'; give cuda:INDEX"),
         ("--peer=host", "peer is 'host'; it must be host:port"),
-        ("--listen=host", "listen is 'host'; it must be host:port"),
         ("--shape=8:2", "shape is '8:2'"),
     ],
 )

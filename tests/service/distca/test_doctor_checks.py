@@ -33,11 +33,10 @@ from distca.doctor.device_checks import compare_driver, judge_kernel, rehearsal_
 from distca.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
 from distca.doctor.finding import Finding, Status, failed, passed, warned, worst
 from distca.doctor.machine_checks import judge_shared_memory
-from distca.doctor.path_checks import judge_self_test
 from distca.doctor.report import as_json, summary
-from distca.doctor.settings import CHECK_NAMES, DoctorSettings
+from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
-from distca.doctor.ucx_checks import judge_transport
+from distca.doctor.transport_checks import judge_self_test, judge_transport
 from distca.top.snapshot import Snapshot
 from tests.service.distca.test_top import server_view
 from tests.support.addresses import foreign_address, unused_port
@@ -65,10 +64,6 @@ def only(check: str, where: Surroundings) -> Finding:
 
 def statuses(check: str, where: Surroundings) -> list[Status]:
     return [finding.status for finding in findings(check, where)]
-
-
-def test_the_command_line_names_the_checks_that_there_are() -> None:
-    assert tuple(CHECKS) == CHECK_NAMES
 
 
 def test_what_does_not_pass_says_what_to_do() -> None:
@@ -598,7 +593,7 @@ def test_a_self_test_tells_a_slow_or_wrong_way(
         gigabytes_per_second=4.0,
         round_trip_seconds=1e-5,
     )
-    finding = judge_self_test(result, one_host=one_host, floor_gigabytes_per_second=floor)
+    finding = judge_self_test(result, one_host=one_host, floor=floor)
     assert finding.status is status
     assert finding.figures["lanes"] == lanes
 

@@ -60,7 +60,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "local": ("--runs-dir={here}/runs", "--steps=100000"),
     "health": ("--address=127.0.0.1:1", "--timeout-seconds=100"),
     "certs": ("show", "{here}/pipe"),
-    "doctor": ("--listen=127.0.0.1:0",),
     "top": ("--control-plane=127.0.0.1:1", "--once", "--expect-servers=1", "--wait-seconds=100"),
     "profile": ("--shape=32:8:128:float32", "--full", "--output={here}/profile.json"),
     "plan": ("--distribution=prolong", "--ranks=512"),
