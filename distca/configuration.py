@@ -167,11 +167,7 @@ def _defaults(
 
 
 def _text(value: Any, where: str, option: ConfigOption) -> Any:
-    """As it would stand on the command line, where texts become numbers and no number is cut.
-
-    Raises:
-        ConfigError: it is a list or a table and must not be.
-    """
+    """As it would stand on the command line, where texts become numbers and no number is cut."""
     if not option.parameter.multiple:
         return _scalar(value, where, option)
     values = value if isinstance(value, list) else [value]

@@ -148,9 +148,6 @@ class Table:
     def at(self, **given: str) -> Self:
         """The same metrics with more labels given. Series begin to exist when they are first used;
         who uses one often keeps it.
-
-        Raises:
-            ValueError: on the use of a series of which a value is not in its label's closed set.
         """
         view = object.__new__(type(self))
         view._built, view._given = self._built, {**self._given, **given}

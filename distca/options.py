@@ -212,11 +212,7 @@ def _options(settings: type[Any], may_lack: bool = False) -> Iterator[_Option]:
 
 
 def _build(settings: type[Any], values: dict[str, Any]) -> Any:
-    """The settings whose options have ``values``.
-
-    Raises:
-        ValueError: a value is of no use.
-    """
+    """The settings whose options have ``values``."""
     built: dict[str, Any] = {}
     for member in _members(settings, may_lack=False):
         if isinstance(member, _Option):

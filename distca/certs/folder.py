@@ -27,9 +27,6 @@ class CertificateFolder:
     Args:
         path: the folder; made if it is not there.
         force: replace what is there.
-
-    Raises:
-        OSError: the folder cannot be made.
     """
 
     def __init__(self, path: Path, *, force: bool = False) -> None:
@@ -90,12 +87,7 @@ class CertificateFolder:
                 )
 
     def add(self, stem: str, signed: Signed) -> Path:
-        """Writes ``<stem>.crt`` and ``<stem>.key``; returns the first.
-
-        Raises:
-            OSError: a file cannot be written.
-            FileExistsAlreadyError: as :meth:`check_free`.
-        """
+        """Writes ``<stem>.crt`` and ``<stem>.key``; returns the first."""
         self.check_free([stem])
         self._write(stem, signed)
         return self._files(stem)[0]

@@ -41,11 +41,7 @@ def check_positive(settings: object, /, *names: str) -> None:
 
 
 def check_port(settings: object, /, *names: str) -> None:
-    """Each named field is a port, 0 for any free one, or None.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Each named field is a port, 0 for any free one, or None."""
     for name in names:
         value = getattr(settings, name)
         if value is not None:
@@ -112,9 +108,6 @@ def take_paths(settings: object, /, *names: str) -> None:
 def check_seconds(settings: object, /) -> None:
     """Each field of the dataclass whose name ends in ``_seconds`` is a positive number of at most
     :data:`MOST_SECONDS`.
-
-    Raises:
-        ValueError: one is not.
     """
     names = (field.name for field in dataclasses.fields(settings))  # type: ignore[arg-type]
     check_positive(settings, *(name for name in names if name.endswith("_seconds")))

@@ -102,11 +102,7 @@ def shape_to_proto(shape: AttentionShape) -> profile_pb2.AttentionShape:
 
 
 def shape_from_proto(message: profile_pb2.AttentionShape) -> AttentionShape:
-    """The shape in ``message``.
-
-    Raises:
-        WireError: a field is missing (0 or empty) or out of range.
-    """
+    """The shape in ``message``."""
     with _errors_of("AttentionShape"):
         causal = AttentionShape(
             num_heads=message.num_heads,
@@ -194,11 +190,7 @@ def profile_from_proto(message: profile_pb2.CostProfile) -> CostProfile:
 
 
 def rank_manifest_to_proto(manifest: RankManifest) -> plan_pb2.RankManifest:
-    """The message of ``manifest``, nano-batch after nano-batch.
-
-    Raises:
-        WireError: it has too many segments, or a value does not fit into its column.
-    """
+    """The message of ``manifest``, nano-batch after nano-batch."""
     _check_n_segments(len(manifest.columns.length))
     return plan_pb2.RankManifest(
         step=manifest.step,
@@ -244,11 +236,7 @@ def _check_n_segments(n: int) -> None:
 
 
 def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:
-    """The message of ``plan``, whole or a slice.
-
-    Raises:
-        WireError: a value does not fit into its column.
-    """
+    """The message of ``plan``, whole or a slice."""
     return plan_pb2.Plan(
         job_id=job_id,
         epoch=plan.epoch,
@@ -274,12 +262,7 @@ def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:
 
 
 def plan_from_proto(message: plan_pb2.Plan) -> Plan:
-    """The plan in ``message``, whole or a slice, with all its invariants checked.
-
-    Raises:
-        WireError: a column is truncated or shorter than another, the mask is unknown, or an
-            invariant of the manifest or the plan does not hold.
-    """
+    """The plan in ``message``, whole or a slice, with all its invariants checked."""
     manifest = _manifest_from_proto(message.manifest)
     n_servers = len(message.servers)
     mask = _mask("Plan", message.mask)

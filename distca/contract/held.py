@@ -40,10 +40,6 @@ class Patience:
 
         Args:
             join: asks for the name, given for how many seconds it has been waited for.
-
-        Raises:
-            distca.contract.rpc.Held: the time is over, or it waits no longer.
-            distca.contract.rpc.RpcError: as ``join``.
         """
         while True:
             try:

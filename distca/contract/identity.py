@@ -61,9 +61,6 @@ class Identity:
     Attributes:
         role: what the process does.
         name: which one it is; of trainers, the tenant.
-
-    Raises:
-        ValueError: as :func:`check_name`.
     """
 
     role: Role

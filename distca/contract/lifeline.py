@@ -42,10 +42,6 @@ class Lifeline(Generic[AnyContact]):
         away_seconds: how long it may be away.
         held_seconds: how long to wait for a name whose holder may be gone.
 
-    Raises:
-        OSError: a TLS file cannot be read.
-        distca.contract.tls.MismatchError: a TLS file is of no use.
-
     Attributes:
         who: is kept in contact, for logs.
         expects_end: the control plane is about to end the stream of events, which is no loss.
@@ -94,11 +90,7 @@ class Lifeline(Generic[AnyContact]):
         return Patience(who, timeout_seconds=self._held_seconds, giving_up=self._finished)
 
     def join(self, again: tuple[type[rpc.RpcError], ...]) -> AnyContact:
-        """Makes the first contact; errors ``again`` are worth another attempt.
-
-        Raises:
-            distca.contract.rpc.RpcError: the control plane cannot be reached in time, or refuses.
-        """
+        """Makes the first contact; errors ``again`` are worth another attempt."""
         contact = reach(
             self._first,
             self._addresses,

@@ -140,10 +140,6 @@ class RpcSettings(ClientTls):
     def following_files(self) -> RpcSettings:
         """The same with files that are read now, and again whenever ``certificates`` is asked for
         changes. Channels then never see files that are half written.
-
-        Raises:
-            OSError: a TLS file cannot be read.
-            distca.contract.tls.MismatchError: a TLS file is of no use.
         """
         return self if self.ca_file is None else replace(self, certificates=self._files())
 
@@ -166,10 +162,6 @@ def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b""
     Args:
         settings: how to reach it.
         token: gives the job's token that goes with every call; none if it is empty.
-
-    Raises:
-        OSError: a TLS file cannot be read.
-        distca.contract.tls.MismatchError: a TLS file is of no use.
     """
     address, options = settings.addresses[0], _client_options(settings)
     if settings.ca_file is None:

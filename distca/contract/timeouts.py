@@ -578,20 +578,12 @@ ORDERS = (
 
 
 def timeout(name: str) -> Timeout:
-    """The timeout of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The timeout of that name."""
     return _BY_NAME[name]
 
 
 def default_seconds(name: str) -> float:
-    """How long the wait of that name takes by default.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """How long the wait of that name takes by default."""
     return timeout(name).seconds
 
 

@@ -42,12 +42,7 @@ class Certificates:
     def read(
         cls, *, authority: Path | None, certificate: Path | None, key: Path | None
     ) -> Certificates:
-        """What the files hold now.
-
-        Raises:
-            OSError: a file cannot be read.
-            MismatchError: a file holds no PEM of its kind, or the key is another certificate's.
-        """
+        """What the files hold now."""
         read = cls(
             authority=authority.read_bytes() if authority else None,
             chain=certificate.read_bytes() if certificate else None,
@@ -65,9 +60,6 @@ class CertificateFiles:
 
     Attributes:
         current: what was read last.
-
-    Raises:
-        OSError, MismatchError: as :meth:`Certificates.read`.
     """
 
     def __init__(
@@ -108,9 +100,6 @@ def server_credentials(
     Args:
         files: which.
         on_connection: called with each connection before its handshake, on gRPC's threads.
-
-    Raises:
-        OSError, MismatchError: as :meth:`Certificates.read`.
     """
     watched = CertificateFiles(
         authority=files.client_ca_file, certificate=files.certificate_file, key=files.key_file

@@ -39,11 +39,7 @@ class TokenBatch:
 
 
 def rank_batches(packed: PackedStep, corpus: Corpus, rank: int) -> list[TokenBatch]:
-    """The nano-batches of ``rank``, ``[1, nano_batch_tokens]`` each.
-
-    Raises:
-        DataError: a document cannot be read any more.
-    """
+    """The nano-batches of ``rank``, ``[1, nano_batch_tokens]`` each."""
     return [
         _concatenate(
             [

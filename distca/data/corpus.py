@@ -36,11 +36,7 @@ class Corpus(Protocol):
         """Names a document in logs and errors."""
 
     def tokens(self, document: int, begin: int, end: int) -> Tokens:
-        """Tokens ``[begin, end)`` of a document, as uint8.
-
-        Raises:
-            DataError: the document cannot be read any more, or has become shorter.
-        """
+        """Tokens ``[begin, end)`` of a document, as uint8."""
 
 
 def fingerprint(corpus: Corpus) -> str:

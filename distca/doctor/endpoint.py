@@ -100,11 +100,7 @@ def listen_to(address: Address, files: ClientFiles) -> Endpoint:
 
 
 def _answer(address: Address, words: bytes, seconds: float) -> bytes:
-    """The first bytes after ``words``; none if none come in time, or the connection ends.
-
-    Raises:
-        OSError: no connection, or it broke.
-    """
+    """The first bytes after ``words``; none if none come in time, or the connection ends."""
     with socket.create_connection((address.host, address.port), _FIRST_WORDS_SECONDS) as link:
         if words:
             link.sendall(words)

@@ -68,11 +68,7 @@ def responding(settings: ResponderSettings) -> Iterator[Address]:
 
 @contextmanager
 def child_responder(settings: ResponderSettings) -> Iterator[Address]:
-    """A responder in a process of its own, as a peer on this machine is.
-
-    Raises:
-        ChildFailed: it did not start.
-    """
+    """A responder in a process of its own, as a peer on this machine is."""
     child = subprocess.Popen(
         [sys.executable, "-m", "distca.doctor.responder", json.dumps(asdict(settings))],
         env=os.environ | _LOG_OF_UCX,

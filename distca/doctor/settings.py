@@ -21,11 +21,7 @@ from distca.options import Read
 
 
 def parse_address(name: str, text: str) -> Address:
-    """The address that ``text`` gives for the option ``name``; port 0 is any.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The address that ``text`` gives for the option ``name``; port 0 is any."""
     return Address(*split_address(name, text, any_port=True))
 
 

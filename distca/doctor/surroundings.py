@@ -52,11 +52,7 @@ class Surroundings:
 
     @cached_property
     def transport(self) -> TransportChoice:
-        """The transport that the settings stand for.
-
-        Raises:
-            ImportError: ``auto``, and no library fits that is installed.
-        """
+        """The transport that the settings stand for."""
         settings = self.settings
         name = TransportName(settings.transport)
         if name is not TransportName.AUTO:

@@ -85,10 +85,6 @@ def launch(run: LocalRun, folder: RunFolder, console: Console) -> bool:
 
     Returns:
         Whether the run finished; False when it was stopped by Ctrl-C or SIGTERM.
-
-    Raises:
-        ProcessFailedError: a process died.
-        KeyboardInterrupt: it was stopped before the trainers had started.
     """
     folder.logs.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop, Supervisor(stopping=lambda: stop.requested) as supervisor:

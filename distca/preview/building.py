@@ -110,12 +110,7 @@ def build_setup(
 
 
 def build_method(settings: PlannerSettings, setup: Setup) -> Method:
-    """The planner, its options and the homes.
-
-    Raises:
-        InputError: documents may be cut between nano-batches, and something else does not go with
-            it.
-    """
+    """The planner, its options and the homes."""
     _check_cut_documents(settings, setup)
     options = PlanningOptions(tolerance=settings.tolerance)
     planned = settings.homes is Homes.PLANNED

@@ -49,22 +49,14 @@ class StepLog:
             self._fails = False
 
     def read(self) -> tuple[StepRecord, ...]:
-        """All steps, in order; a last line that is not yet whole is left out.
-
-        Raises:
-            RunFolderError: a line is no step; names the file.
-        """
+        """All steps, in order; a last line that is not yet whole is left out."""
         written = self._path.read_bytes() if self._path.exists() else b""
         whole = (written + self._unwritten.encode()).rpartition(b"\n")[0]
         steps = {record.step: record for record in _records(self._path, whole)}
         return tuple(steps[step] for step in sorted(steps))
 
     def forget_from(self, step: int) -> None:
-        """Drops ``step`` and all after it: what a run did after its last checkpoint.
-
-        Raises:
-            RunFolderError: as :meth:`read`.
-        """
+        """Drops ``step`` and all after it: what a run did after its last checkpoint."""
         kept = [record for record in self.read() if record.step < step]
         write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
 
@@ -119,9 +111,6 @@ class StepTail:
     def new_steps(self) -> list[StepRecord]:
         """The lines that were completed since the last call; of a log that was replaced, those that
         it did not have before.
-
-        Raises:
-            RunFolderError: a line is no step; names the file.
         """
         try:
             file = self._path.open("rb")

@@ -240,10 +240,6 @@ def disaggregated_step(
         method: planner, homes, nano-batches and schedule.
         placement: where servers run; pool servers come on top of the setup's ranks.
         n_pool_servers: of a pool.
-
-    Raises:
-        InputError: the layers cannot be divided over the schedule's stages.
-        ScheduleError: the schedule does not fit the stages and microbatches.
     """
     schedule = method.schedule(setup.n_stages, setup.n_microbatches)
     n_layers = stage_layers(setup, schedule)

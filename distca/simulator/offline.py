@@ -78,12 +78,7 @@ def plan_batch(
     placement: Placement = Placement.IN_PLACE,
     n_pool_servers: int = 0,
 ) -> PlannedBatch:
-    """Plans one batch of ``setup.step_tokens`` tokens, without pipeline stages.
-
-    Raises:
-        InputError: the tokens do not match, or the servers do not fit the placement.
-        PlanError: no plan can be made.
-    """
+    """Plans one batch of ``setup.step_tokens`` tokens, without pipeline stages."""
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
     lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_parts)
@@ -113,9 +108,6 @@ def plan_batch(
 def compare_batches(setup: Setup, batches: Sequence[Int64Array], method: Method) -> Comparison:
     """The means over batches of a step in all ways, with servers in the ranks. All ways train the
     documents that nano-batches hold.
-
-    Raises:
-        InputError: no batches, or tokens that do not match.
     """
     trained = [
         as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_parts)

@@ -75,9 +75,6 @@ def as_trained(
 
     Methods are compared on these, or disaggregation would be spared the attention across its cuts.
     Arguments as of :func:`pack_in_order`, but of any number of steps or microbatches.
-
-    Raises:
-        InputError: a nano-batch would not get whole tokens.
     """
     _check_rows(tokens_per_rank, n_nano_batches)
     return np.concatenate(_cut_every(lengths, n_ranks * (tokens_per_rank // n_nano_batches)))
@@ -98,9 +95,6 @@ def pack_in_order(
         tokens_per_rank: rows of each rank in the step, over all nano-batches.
         n_nano_batches: divides ``tokens_per_rank``.
         step: the training step.
-
-    Raises:
-        InputError: the tokens do not match, or a nano-batch would not get whole tokens.
     """
     check_tokens(lengths, n_ranks, tokens_per_rank, n_nano_batches)
     rows = tokens_per_rank // n_nano_batches

@@ -31,14 +31,7 @@ class TooFewServersError(DistcaError):
 
 
 def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
-    """Shows the cluster until Ctrl-C, or once.
-
-    Raises:
-        KeyboardInterrupt: it was Ctrl-C.
-        RpcError: with ``once``, the control plane cannot be asked, or refuses.
-        TooFewServersError: with ``once``, fewer servers take work than expected.
-        OSError, MismatchError: a TLS file cannot be used.
-    """
+    """Shows the cluster until Ctrl-C, or once."""
     look = functools.partial(_look, settings.following_files())
     if watch.once:
         _show(_wait_for_snapshot(look, watch), watch, console)

@@ -28,9 +28,6 @@ class Feed:
         shape: sizes of a step.
         planned_homes: options of the planner, to give every token the home from which the fewest
             bytes move; None leaves documents where packing puts them.
-
-    Raises:
-        DataError: the documents cannot be read, or there are none.
     """
 
     def __init__(
@@ -91,11 +88,7 @@ class Feed:
         return packed
 
     def batches(self, packed: PackedStep, rank: int) -> list[TokenBatch]:
-        """The tensors of ``rank``, one batch a nano-batch.
-
-        Raises:
-            DataError: a document cannot be read any more.
-        """
+        """The tensors of ``rank``, one batch a nano-batch."""
         return rank_batches(packed, self.corpus, rank)
 
     def _log_cut_documents(self, limit: int) -> None:

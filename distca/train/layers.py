@@ -47,9 +47,6 @@ def compile_layers(layers: list[nn.Module]) -> None:
 
     Rotary embeddings are a function of the model's module in transformers, and are compiled for
     every model of that type in the process.
-
-    Raises:
-        SettingsError: the layers are on the CPU, and this machine has no C++ compiler.
     """
     if next(layers[0].parameters()).device.type == "cpu":
         _require_compiler()
