@@ -17,7 +17,7 @@ from distca.contract.addresses import split_address
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.tls import Certificates, MismatchError
-from distca.doctor.endpoint_findings import try_control_plane
+from distca.doctor.endpoint import try_control_plane
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
@@ -138,17 +138,17 @@ def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
         )
         return
     except ssl.SSLError as error:
-        _, diagnosis = try_control_plane(settings)
+        found = try_control_plane(settings)
         yield failed(
             "certificates",
-            f"no TLS with the control plane: {diagnosis.says if diagnosis else error}",
-            diagnosis.advice if diagnosis else "does it accept certificates of this authority?",
+            f"no TLS with the control plane: {found.says or error}",
+            found.advice or "does it accept certificates of this authority?",
         )
         return
     except OSError:
         # Nobody listens: check control-plane tells that.
         return
     yield passed("certificates", f"the control plane's is good for {name}")
-    _, diagnosis = try_control_plane(settings)
-    if diagnosis is not None:
-        yield failed("certificates", f"the control plane: {diagnosis.says}", diagnosis.advice)
+    found = try_control_plane(settings)
+    if found.says:
+        yield failed("certificates", f"the control plane: {found.says}", found.advice)

@@ -14,7 +14,7 @@ from distca.contract.addresses import split_address
 from distca.contract.rpc import RpcSettings
 from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError, Unimplemented
 from distca.doctor.cluster_probe import ClusterAnswer
-from distca.doctor.endpoint_findings import try_control_plane
+from distca.doctor.endpoint import try_control_plane
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.top.snapshot import Snapshot
@@ -106,12 +106,9 @@ def check_control_plane(around: Surroundings) -> Iterable[Finding]:
 
 def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> Finding:
     """Tries what is there instead."""
-    found, diagnosis = try_control_plane(settings)
-    if diagnosis is None:
-        says = str(error)
-        advice = "mend what dns and certificates say; then see the control plane's log"
-    else:
-        says, advice = f"{settings.addresses[0]}: {diagnosis.says}", diagnosis.advice
+    found = try_control_plane(settings)
+    says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
+    advice = found.advice or "mend what dns and certificates say; then see the control plane's log"
     return failed("control-plane", says, advice, endpoint=found.speaks.name.lower())
 
 

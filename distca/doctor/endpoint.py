@@ -1,110 +1,99 @@
-"""What listens at an address, found out by trying: gRPC's own error says little more than that
-there is no connection."""
+"""What listens where the control plane was looked for, found out by trying: gRPC's own error says
+little more than that there is no connection."""
 
 from __future__ import annotations
 
 import http.client
 import socket
 import ssl
-import time
-from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
-from data_plane.greeting import HEADER_BYTES, BadGreeting, decode_header
-from data_plane.nixl.link import receive_exactly
 from data_plane.transport import Address
+from distca.contract.addresses import split_address
+from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
-from distca.doctor.responder import HELLO, OPEN_SECRET
-from distca.process.plain_text import plain
 
 _FIRST_WORDS_SECONDS = default_seconds("first_words_seconds")
 """For each attempt; a server that answers takes milliseconds."""
-
-_UNASKED_SECONDS = 0.5
-"""How long is waited for what a server says before it is asked, such as a banner."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a client of HTTP/2 says first: RFC 9113, 3.4, with empty SETTINGS."""
 
 _SETTINGS_FRAME = 4
 _FRAME_HEADER_BYTES = 9
-_SHOWN_CHARACTERS = 60
-_METRICS_BYTES = 2**20
+_METRICS_BYTES = 2**16
+
+_ELSEWHERE = "give --control-plane the host:port of its gRPC (distca control-plane --listen)"
 
 
 class Speaks(StrEnum):
-    """What answers at an address."""
+    """The kinds of what answers at an address."""
 
     NOBODY = "nobody"
     UNREACHABLE = "unreachable"
     GRPC = "gRPC without TLS"
     GRPC_TLS = "gRPC with TLS"
     CERTIFICATE_WANTED = "TLS, for clients with a certificate"
-    OTHER_TLS = "TLS without HTTP/2"
     METRICS = "metrics"
-    HTTP = "HTTP/1"
-    DATA = "rows"
-    TEXT = "another protocol"
-    NOTHING = "nothing"
+    OTHER = "no gRPC"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What answered, and its own words where they tell more."""
+    """What answered, and why no call gets through to it.
+
+    Attributes:
+        speaks: what it is.
+        says: what is wrong; empty if a call should get through.
+        advice: what to do.
+    """
 
     speaks: Speaks
-    said: str = ""
+    says: str = ""
+    advice: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientFiles:
-    """The certificate that this side shows, if it has one."""
-
-    certificate: Path | None = None
-    key: Path | None = None
-
-
-def listen_to(address: Address, files: ClientFiles) -> Endpoint:
-    """What speaks at ``address``; every attempt is a connection of its own and has a deadline.
-
-    Args:
-        address: of any server.
-        files: shown where TLS asks for a certificate.
-    """
+def try_control_plane(settings: RpcSettings) -> Endpoint:
+    """Tries the first of its addresses; every attempt is a connection of its own and has a
+    deadline."""
+    address = Address(*split_address("address", settings.addresses[0]))
     try:
-        unasked = _answer(address, b"", _UNASKED_SECONDS)
+        answer = _answer(address)
     except ConnectionRefusedError:
-        return Endpoint(speaks=Speaks.NOBODY)
-    except OSError as error:
-        return Endpoint(speaks=Speaks.UNREACHABLE, said=str(error.strerror or error))
-    if unasked and not _is_settings(unasked):
-        if _answers_as_nixl(address):
-            return Endpoint(speaks=Speaks.DATA, said="nixl")
-        return Endpoint(speaks=Speaks.TEXT, said=_shown(unasked))
-    try:
-        answer = unasked or _answer(address, _PREFACE, _FIRST_WORDS_SECONDS)
-    except OSError:
+        return Endpoint(
+            speaks=Speaks.NOBODY,
+            says="nobody listens there",
+            advice="start it, or give --control-plane the address that it prints",
+        )
+    except ConnectionError:
         # It has closed at once, as a TLS server does that is not greeted by TLS.
         answer = b""
+    except OSError as error:
+        return Endpoint(
+            speaks=Speaks.UNREACHABLE,
+            says=f"no connection: {error.strerror or error}",
+            advice="mend what check dns says; then look for a firewall or NetworkPolicy",
+        )
     if _is_settings(answer):
+        return _plaintext(settings)
+    return _by_tls(address, settings) or _by_http(address)
+
+
+def _plaintext(settings: RpcSettings) -> Endpoint:
+    if settings.ca_file is None:
         return Endpoint(speaks=Speaks.GRPC)
-    return (
-        _by_tls(address, files)
-        or _by_http(address)
-        or (Endpoint(speaks=Speaks.TEXT, said=_shown(answer)) if answer else None)
-        or _by_ucx(address)
-        or Endpoint(speaks=Speaks.NOTHING)
+    return Endpoint(
+        speaks=Speaks.GRPC,
+        says="it speaks gRPC without TLS, and is called with TLS",
+        advice="start it with --tls-certificate and --tls-key, or leave out --tls-ca here",
     )
 
 
-def _answer(address: Address, words: bytes, seconds: float) -> bytes:
-    """The first bytes after ``words``; none if none come in time, or the connection ends."""
+def _answer(address: Address) -> bytes:
+    """The first bytes after HTTP/2's preface; none if none come in time."""
     with socket.create_connection((address.host, address.port), _FIRST_WORDS_SECONDS) as link:
-        if words:
-            link.sendall(words)
-        link.settimeout(seconds)
+        link.sendall(_PREFACE)
         try:
             return link.recv(4096)
         except TimeoutError:
@@ -112,7 +101,7 @@ def _answer(address: Address, words: bytes, seconds: float) -> bytes:
 
 
 def _is_settings(answer: bytes) -> bool:
-    """Whether it begins with HTTP/2's SETTINGS on stream 0, as a server's words must."""
+    """Tests for HTTP/2's SETTINGS on stream 0, with which a server's words must begin."""
     return (
         len(answer) >= _FRAME_HEADER_BYTES
         and answer[3] == _SETTINGS_FRAME
@@ -120,15 +109,15 @@ def _is_settings(answer: bytes) -> bool:
     )
 
 
-def _by_tls(address: Address, files: ClientFiles) -> Endpoint | None:
+def _by_tls(address: Address, settings: RpcSettings) -> Endpoint | None:
     """What a TLS server turns out to be; None if it is none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Whether its certificate is good is for check certificates; nothing is told to it here.
+    # Whether its certificate is good is for check certificates; no secret is sent here.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    if files.certificate is not None:
-        context.load_cert_chain(files.certificate, files.key)
+    if settings.certificate_file is not None:
+        context.load_cert_chain(settings.certificate_file, settings.key_file)
     shaken = False
     try:
         with (
@@ -137,76 +126,63 @@ def _by_tls(address: Address, files: ClientFiles) -> Endpoint | None:
         ):
             shaken = True
             if link.selected_alpn_protocol() != "h2":
-                return Endpoint(speaks=Speaks.OTHER_TLS)
+                return _other("it speaks TLS but not HTTP/2, as gRPC does")
             link.sendall(_PREFACE)
             # With TLS 1.3 a server refuses a client's certificate after the handshake.
-            accepted = _is_settings(link.recv(4096))
-            return Endpoint(speaks=Speaks.GRPC_TLS if accepted else Speaks.CERTIFICATE_WANTED)
+            if _is_settings(link.recv(4096)):
+                return _with_tls(settings)
     except ssl.SSLError as error:
-        reason = str(error.reason or "")
-        if "ALERT_NO_APPLICATION_PROTOCOL" in reason:
-            return Endpoint(speaks=Speaks.OTHER_TLS)
-        if "ALERT" in reason or shaken:
-            return Endpoint(speaks=Speaks.CERTIFICATE_WANTED, said=reason)
+        if "ALERT_NO_APPLICATION_PROTOCOL" in str(error.reason):
+            return _other("it speaks TLS but not HTTP/2, as gRPC does")
+        if not shaken and "ALERT" not in str(error.reason):
+            return None
     except OSError:
-        if shaken:
-            return Endpoint(speaks=Speaks.CERTIFICATE_WANTED)
-    return None
+        if not shaken:
+            return None
+    return _certificate_wanted(settings)
 
 
-def _by_http(address: Address) -> Endpoint | None:
-    """Whether it is a web server, and one of our metrics; None if it is none."""
+def _with_tls(settings: RpcSettings) -> Endpoint:
+    if settings.ca_file is not None:
+        return Endpoint(speaks=Speaks.GRPC_TLS)
+    return Endpoint(
+        speaks=Speaks.GRPC_TLS,
+        says="it speaks TLS, and is called without",
+        advice="give --tls-ca the authority of its certificate",
+    )
+
+
+def _certificate_wanted(settings: RpcSettings) -> Endpoint:
+    if settings.ca_file is None:
+        says = "it speaks TLS and asks for a client certificate, and is called without TLS"
+        advice = "give --tls-ca, --tls-certificate and --tls-key"
+    elif settings.certificate_file is None:
+        says = "it asks for a client certificate, and none is given"
+        advice = "give --tls-certificate and --tls-key"
+    else:
+        says = f"it refuses the client certificate in {settings.certificate_file}"
+        advice = (
+            "use a certificate of an authority in its --tls-client-ca; 'distca certs show' names "
+            "the issuer and the time it is good for"
+        )
+    return Endpoint(speaks=Speaks.CERTIFICATE_WANTED, says=says, advice=advice)
+
+
+def _by_http(address: Address) -> Endpoint:
+    """A web server, one of our metrics, or something else."""
     link = http.client.HTTPConnection(address.host, address.port, timeout=_FIRST_WORDS_SECONDS)
     try:
         link.request("GET", "/metrics")
-        response = link.getresponse()
-        page = _read(response)
+        page = link.getresponse().read(_METRICS_BYTES)
     except (OSError, http.client.HTTPException):
-        return None
+        return _other("it answers neither gRPC, TLS nor HTTP; if it is the right one, it hangs")
     finally:
         link.close()
-    ours = b"\ndistca_" in page or b"# HELP distca_" in page
-    return Endpoint(speaks=Speaks.METRICS if ours else Speaks.HTTP)
+    if b"# HELP distca_" in page:
+        says = "it is the metrics port of a DistCA process"
+        return Endpoint(speaks=Speaks.METRICS, says=says, advice=_ELSEWHERE)
+    return _other("it is a web server (HTTP/1)")
 
 
-def _read(response: http.client.HTTPResponse) -> bytes:
-    """Some of the page; a server that never ends gets no more time than others."""
-    deadline = time.monotonic() + _FIRST_WORDS_SECONDS
-    page = b""
-    while len(page) < _METRICS_BYTES and time.monotonic() < deadline:
-        part = response.read1(65536)
-        if not part:
-            break
-        page += part
-    return page
-
-
-def _answers_as_nixl(address: Address) -> bool:
-    """Whether what listens speaks the greeting of the nixl transport."""
-    try:
-        with socket.create_connection((address.host, address.port), _FIRST_WORDS_SECONDS) as link:
-            deadline = time.monotonic() + _FIRST_WORDS_SECONDS
-            decode_header(receive_exactly(link, HEADER_BYTES, deadline))
-    except (OSError, BadGreeting):
-        return False
-    return True
-
-
-def _by_ucx(address: Address) -> Endpoint | None:
-    """Whether it is the listener of the ucxx transport; None if not, or nothing here can tell."""
-    from data_plane.transport import HandshakeRejected, TransportError
-    from data_plane.transports import open_transport
-
-    try:
-        with closing(open_transport("ucxx", device="cpu", one_host=False)) as transport:
-            transport.connect(address, HELLO, _FIRST_WORDS_SECONDS, secret=OPEN_SECRET)
-    except HandshakeRejected:
-        pass
-    except (ImportError, TransportError, RuntimeError, ValueError):
-        return None
-    return Endpoint(speaks=Speaks.DATA, said="ucxx")
-
-
-def _shown(answer: bytes) -> str:
-    first = answer.decode("utf-8", errors="backslashreplace").strip().partition("\n")[0]
-    return plain(first.strip(), _SHOWN_CHARACTERS)
+def _other(says: str) -> Endpoint:
+    return Endpoint(speaks=Speaks.OTHER, says=says, advice=_ELSEWHERE)

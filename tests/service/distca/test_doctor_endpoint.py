@@ -18,12 +18,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from data_plane.transport import Address, TransportName
+from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
-from distca.doctor.endpoint import ClientFiles, Speaks, listen_to
+from distca.doctor.endpoint import Speaks, try_control_plane
 from distca.doctor.examination import CHECKS
 from distca.doctor.finding import Finding, Status
-from distca.doctor.responder import ResponderSettings, responding
 from tests.service.distca.test_doctor import Files, around, localhost
 from tests.support.addresses import unused_port
 from tests.support.service_harness import running
@@ -154,7 +153,7 @@ def test_the_metrics_port_of_a_process() -> None:
 def test_a_web_server() -> None:
     with web_server() as port:
         found = control_plane_finding(f"{LOOPBACK}:{port}")
-    assert found.figures["endpoint"] == "http"
+    assert found.figures["endpoint"] == "other"
 
 
 def test_a_web_server_with_tls(tmp_path: Path) -> None:
@@ -163,43 +162,32 @@ def test_a_web_server_with_tls(tmp_path: Path) -> None:
     context.load_cert_chain(files.server.certificate_file, files.server.key_file)
     with web_server(context) as port:
         found = control_plane_finding(f"localhost:{port}", ca_file=files.ca)
-    assert found.figures["endpoint"] == "other_tls"
-
-
-def test_a_server_with_a_banner_of_its_own() -> None:
-    with saying(lambda link: link.sendall(b"SSH-2.0-OpenSSH_9.9\x1b[2J\r\n")) as port:
-        found = control_plane_finding(f"{LOOPBACK}:{port}")
-    assert found.figures["endpoint"] == "text"
-    assert "SSH-2.0-OpenSSH_9.9" in found.says
-    assert "\x1b" not in found.says
+    assert found.figures["endpoint"] == "other"
 
 
 def test_a_port_that_accepts_and_says_nothing() -> None:
     begun = time.monotonic()
     with saying(lambda _: None) as port:
-        found = listen_to(Address(LOOPBACK, port), ClientFiles())
-    assert found.speaks is Speaks.NOTHING
-    # Five attempts, and as much again for a busy machine.
-    assert time.monotonic() - begun < 10 * default_seconds("first_words_seconds")
+        found = try_control_plane(RpcSettings(address=f"{LOOPBACK}:{port}"))
+    assert found.speaks is Speaks.OTHER
+    # Three attempts, and as much again for a busy machine.
+    assert time.monotonic() - begun < 6 * default_seconds("first_words_seconds")
 
 
-def test_a_port_that_closes_at_once() -> None:
-    with saying(lambda link: link.close()) as port:
-        found = listen_to(Address(LOOPBACK, port), ClientFiles())
-    assert found.speaks is Speaks.NOTHING
+@pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.9\r\n"])
+def test_a_port_that_closes_at_once(words: bytes) -> None:
+    def greet(link: socket.socket) -> None:
+        link.sendall(words)
+        link.close()
+
+    with saying(greet) as port:
+        found = try_control_plane(RpcSettings(address=f"{LOOPBACK}:{port}"))
+    assert found.speaks is Speaks.OTHER
 
 
 def test_nobody() -> None:
-    found = listen_to(Address(LOOPBACK, unused_port()), ClientFiles())
+    found = try_control_plane(RpcSettings(address=f"{LOOPBACK}:{unused_port()}"))
     assert found.speaks is Speaks.NOBODY
-
-
-def test_the_data_port_of_a_node_is_told_and_lives_on() -> None:
-    with responding(ResponderSettings(host=LOOPBACK, transport=TransportName.UCXX)) as address:
-        for _ in range(2):
-            found = control_plane_finding(f"{address.host}:{address.port}")
-            assert found.figures["endpoint"] == "data", found
-            assert "ucxx" in found.says
 
 
 def test_a_service_that_speaks_grpc_and_is_no_control_plane() -> None:
