@@ -58,7 +58,7 @@ class LogLevel(StrEnum):
 
 
 SERVICES = frozenset({"control-plane", "attention-node"})
-"""Commands that print nothing else: whoever starts one wants to see that it runs, and where."""
+"""Commands that print nothing else; their log says that they run, and at which address."""
 
 
 def _show_version(wanted: bool) -> None:

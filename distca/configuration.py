@@ -23,10 +23,10 @@ from typing import Any
 PREFIX = "DISTCA"
 
 _OF_A_FLEET = tuple(f"{PREFIX}_{name}" for name in ("STATE_DIR", "TOKEN_SECRET", "LEADER_", "TLS_"))
-"""How variables begin that name the state, secrets and certificates of a fleet."""
+"""Beginnings of variables that name the state, secrets and certificates of a fleet."""
 
 _MISSPELT = 0.93
-"""How like the name of an option's variable another one must be, of 1.0, to be taken for it. Those
+"""A variable this similar (of 1.0) to an option's is taken for a misspelling of it. Those
 that Kubernetes makes of Services, such as DISTCA_ATTENTION_NODE_PORT, reach 0.912."""
 
 _NOT_FROM_A_FILE = {"--help", "--version", "--config", "--install-completion", "--show-completion"}
@@ -121,7 +121,7 @@ def misspelt_variables(command: Any, environ: Mapping[str, str]) -> list[tuple[s
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:
-    """What the file at ``path`` says, as the command-line library takes defaults: by the names of
+    """Reads the file at ``path`` into the command-line library's defaults: by the names of
     parameters, nested like the commands.
 
     Raises:
@@ -154,9 +154,8 @@ def _defaults(
             defaults[options[name].parameter.name] = _text(value, where, options[name])
         elif name in commands:
             raise ConfigError(
-                f"{path}: key {key!r}{_in_table(within)} is {value!r}, but it names a command, "
-                f"whose options stand in the table [{'.'.join((*within, name))}]; an option of "
-                "that name stands in the table of the command that has it"
+                f"{path}: key {key!r}{_in_table(within)} is {value!r}, but names a command: "
+                f"put its options into [{'.'.join((*within, name))}]"
             )
         else:
             raise ConfigError(

@@ -20,7 +20,7 @@ class SettingsError(DistcaError):
 
 
 class MissingPackageError(DistcaError):
-    """What was asked for needs a package that is not installed."""
+    """A package is needed that is not installed."""
 
 
 class ModelConfigError(DistcaError):

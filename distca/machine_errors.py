@@ -1,4 +1,4 @@
-"""What the machine refuses, by the setting that asked for it, and what to do about it."""
+"""Refusals of the machine, by the setting that asked, with advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 _SPARE_FILES: Final = 16
-"""What a library's listener opens besides its socket."""
+"""Files that a library's listener opens besides its socket."""
 
 _MORE_FILES: Final = "raise the limit of open files (ulimit -n)"
 

@@ -80,7 +80,7 @@ class Metric(Generic[M]):
 
 
 class _WithoutCreated:
-    """A metric that does not tell when each of its series began.
+    """A metric without the times at which its series began.
 
     That is a series more for each counter and histogram, and ``rate`` needs none of them. The
     library's own switch is for the whole process, which may be a user's.

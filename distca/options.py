@@ -32,7 +32,7 @@ from typer.models import OptionInfo
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """How the value of an option becomes that of a field.
+    """The conversion of an option's value to that of a field.
 
     Attributes:
         given: type of the option's value; of each value, if the field is a tuple or a frozenset.
@@ -118,7 +118,7 @@ class _Option:
 
     @property
     def required(self) -> bool:
-        """Whether its class cannot be built without it."""
+        """True if its class cannot be built without it."""
         missing = dataclasses.MISSING
         return self.field.default is missing and self.field.default_factory is missing
 
@@ -162,7 +162,7 @@ class _Option:
         )
 
     def value(self, given: Any) -> dict[str, Any]:
-        """What the class is built with; nothing leaves the field at its default."""
+        """The arguments to build the class with; none leaves the field at its default."""
         if given in (None, "", []) and not self.required:
             return {}
         convert = self.read.convert if self.read else lambda each: each
@@ -223,7 +223,7 @@ def _build(settings: type[Any], values: dict[str, Any]) -> Any:
 
 
 def _is_wanted(options: list[_Option], values: dict[str, Any]) -> bool:
-    """Whether a class that may be left out is given.
+    """Tests whether a class that may be left out is given.
 
     Raises:
         ValueError: it is given by half.

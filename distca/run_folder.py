@@ -76,7 +76,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In the block no other ``distca local`` of this machine runs in this folder, where the
+        """Keeps other runs of ``distca local`` on this machine out of this folder, where the
         file system knows locks.
 
         Raises:
@@ -158,7 +158,7 @@ class RunFolder:
 
 
 def _locked(file: IO[str], path: Path) -> bool:
-    """Locks ``file``, and says whether it is still the one at ``path``: whoever had the lock before
+    """Locks ``file``, and says whether it is still the one at ``path``: a former holder of the lock
     may have removed it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which errors are shown in one line: those that tell a person what to do."""
+"""The errors that are shown in one line: those with advice for a person."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "transformers": ("trainer",),
     "ucxx": ("ucxx-cu13",),
 }
-"""What brings a module that the base installation lacks: any one of these extras."""
+"""Extras that bring a module that the base installation lacks, any one of them."""
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -69,7 +69,7 @@ def _of_machine(error: OSError) -> str:
 
 
 def _is_raised_here(error: Exception) -> bool:
-    """Whether a ``raise`` of our packages made it: a value that a library refuses, or that an
+    """Tests whether a ``raise`` of our packages made it: a value that a library refuses, or that an
     operation of Python does, is a defect."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:

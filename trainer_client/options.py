@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from attention_node.settings import check_device, device_name
@@ -33,21 +32,11 @@ from distca.contract.settings import (
     PlanRequest,
     RankTimeouts,
 )
+from distca.contract.settings import (
+    Placement as Placement,
+)
 from distca.contract.tensor_parallel import group_fault
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
-
-
-class Placement(StrEnum):
-    """Which servers run a job's CA-tasks."""
-
-    POOL = "pool"
-    IN_PLACE = "in-place"
-    MIXED = "mixed"
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        valid = ", ".join(repr(each.value) for each in cls)
-        raise ValueError(f"placement is {value!r}; valid: {valid}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ _LISTENING = (Role.CONTROL_PLANE, Role.SERVER)
 
 
 class UnusableAuthorityError(ValueError):
-    """What was given is no certificate authority with a key that we can sign with."""
+    """The files hold no certificate authority with a key that can sign."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a certificate says, in words."""
+"""A certificate described in words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NotACertificateError(DistcaError):
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateDescription:
-    """What matters of one certificate.
+    """The facts of a certificate that matter here.
 
     Attributes:
         subject, issuer: distinguished names (RFC 4514).
@@ -52,7 +52,7 @@ class CertificateDescription:
     fingerprint: str
 
     def validity(self, now: datetime) -> str:
-        """Whether it is good at ``now``, in words."""
+        """A sentence on its validity at ``now``."""
         if now < self.begins:
             return f"not yet good: begins {self.begins:%Y-%m-%d %H:%M} UTC"
         if now >= self.ends:
@@ -76,7 +76,7 @@ def describe_file(path: Path) -> list[CertificateDescription]:
 
 
 def describe(certificate: x509.Certificate) -> CertificateDescription:
-    """What ``certificate`` says."""
+    """Describes ``certificate``."""
     alternative = _extension(certificate, x509.SubjectAlternativeName)
     uris, names = [], []
     if alternative is not None:

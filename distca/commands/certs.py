@@ -25,7 +25,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions:
-    """Which certificates, for how long, and where."""
+    """The certificates to make, their lifetime and their folder."""
 
     folder: Annotated[Path, typer.Argument(help="Where to write them; made if it is not there.")]
     role: Annotated[

@@ -37,9 +37,8 @@ class DoctorOptions:
         bool,
         typer.Option(
             "--outsider",
-            help="Only try whether data ports answer here, on a machine that is to be no part of "
-            "any job: those of --peer, of the members that the control plane names, and "
-            "--ucx-ports.",
+            help="Only try whether data ports answer on this machine, which is part of no job: "
+            "of --peer, of the control plane's members, and --ucx-ports.",
         ),
     ] = False
     strict: Annotated[
@@ -61,7 +60,7 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
 
     _require_torch()
     from distca.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
-    from distca.doctor.finding import Status, worst
+    from distca.doctor.finding import Severity, worst
     from distca.doctor.report import as_json, show, summary
 
     # UCX logs to stdout by default, which would end up among the findings.
@@ -87,7 +86,7 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
         highlight=False,
     )
     status = worst(findings)
-    if status is Status.FAIL or (options.strict and status is Status.WARN):
+    if status is Severity.FAIL or (options.strict and status is Severity.WARN):
         raise typer.Exit(FAILED_EXIT_CODE)
 
 

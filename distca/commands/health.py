@@ -67,7 +67,7 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
 
 @contextmanager
 def _about_any_process() -> Iterator[None]:
-    """In the block, an error about a control plane that is away becomes one about a process."""
+    """Turns an error about a control plane that is away into one about a process."""
     from distca.contract.rpc_errors import ControlPlaneUnavailable, ProcessUnavailable
 
     try:

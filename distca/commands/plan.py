@@ -9,7 +9,7 @@ from distca.preview.settings import (
     ClusterSettings,
     FleetSettings,
     LengthsSettings,
-    ModelSettings,
+    ModelSizes,
     OutputSettings,
     PlannerSettings,
 )
@@ -25,7 +25,7 @@ def plan(
     lengths: LengthsSettings,
     fleet: FleetSettings,
     cluster: ClusterSettings,
-    model: ModelSettings,
+    model: ModelSizes,
     planner: PlannerSettings,
     output: OutputSettings,
 ) -> None:
@@ -36,6 +36,7 @@ def plan(
     from rich.console import Console
 
     from core_attention.whole_file import check_can_write_all
+    from distca.contract.settings import Placement
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -47,7 +48,6 @@ def plan(
     )
     from distca.preview.output import Preview, wrong_input_ends
     from distca.preview.sections import plan_sections
-    from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
 
     def draw() -> Figure:

@@ -13,7 +13,7 @@ from distca.options import options_from
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is measured, and where the result goes."""
+    """Options of a measurement and its output."""
 
     shape: Annotated[
         str,

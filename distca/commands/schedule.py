@@ -15,7 +15,7 @@ from distca.options import options_from
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """Which schedule, and for which pipeline."""
+    """A schedule's name and the sizes of its pipeline."""
 
     PANEL: ClassVar = "Schedule"
 

@@ -12,7 +12,7 @@ from distca.options import options_from
 from distca.preview.settings import (
     ClusterSettings,
     LengthsSettings,
-    ModelSettings,
+    ModelSizes,
     OutputSettings,
     PlannerSettings,
 )
@@ -57,7 +57,7 @@ def simulate(
     lengths: LengthsSettings,
     job: JobSettings,
     cluster: ClusterSettings,
-    model: ModelSettings,
+    model: ModelSizes,
     planner: PlannerSettings,
     output: OutputSettings,
 ) -> None:

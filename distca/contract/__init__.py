@@ -1,1 +1,1 @@
-"""What services say to each other: codec, tokens, identities, the control plane's client."""
+"""The contract between services: codec, tokens, identities, the control plane's client."""

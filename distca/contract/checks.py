@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_SECONDS = 365 * 24 * 60 * 60
-"""Of a setting; libraries' timers overflow somewhere above."""
+"""The most that a setting may be; libraries' timers overflow somewhere above."""
 
 
 def check_least(settings: object, /, **least: float) -> None:

@@ -46,7 +46,7 @@ _RANK_MANIFEST_COLUMNS: Columns = {
 MAX_RANK_MANIFEST_BYTES = MAX_RANK_SEGMENTS * sum(
     dtype.itemsize for dtype in _RANK_MANIFEST_COLUMNS.values()
 )
-"""Of the columns."""
+"""The most bytes of the columns."""
 
 DOCUMENT_COLUMNS: Columns = {
     "document_id": _INT64,
@@ -81,7 +81,7 @@ NO_RANK = -1
 
 
 MAX_SCHEDULE_BYTES = 1 << 20
-"""Of a schedule as CSV: a hundred thousand actions."""
+"""The longest schedule as CSV: a hundred thousand actions."""
 
 
 class WireError(ValueError):

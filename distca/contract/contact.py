@@ -14,8 +14,8 @@ from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2_grpc, membership_pb2_grpc
 
 RENEWAL_SECONDS = default_seconds("renewal_seconds")
-"""How long the renewal of a lease may take. It is what notices a control plane that is stopped: its
-connection stays, and its stream is silent like any that has nothing to tell."""
+"""How long the renewal of a lease may take. It notices a control plane that is stopped: its
+connection stays, and its stream is silent like any other without news."""
 
 
 class Contact:
@@ -91,7 +91,7 @@ class Contact:
                 self._channel.close()
 
     def is_lost_by(self, error: rpc.RpcError) -> bool:
-        """Whether to find the control plane again and repeat the call, rather than give it up."""
+        """Decides whether to find the control plane again and repeat the call."""
         return is_transient(error) or isinstance(error, self.LOST)
 
     def interrupt(self) -> None:

@@ -1,7 +1,7 @@
 """Waiting for a name: of a job that runs, or of a server that is registered.
 
-Whoever was killed and is started again finds its own name taken, until the lease of the process
-before it has run out. The control plane then refuses it as :class:`distca.contract.rpc.Held`, which
+A process that was killed and is started again finds its own name taken, until the lease of the one
+before has run out. The control plane then refuses it as :class:`distca.contract.rpc.Held`, which
 asks for another attempt; as soon as it knows that the holder lives it says so instead.
 """
 

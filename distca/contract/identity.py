@@ -42,7 +42,7 @@ def in_place_server_id(job: str, rank: int) -> str:
 
 
 class Role(StrEnum):
-    """What a process does, which decides what it may call."""
+    """The part of a process in a cluster; it decides which calls are allowed."""
 
     TRAINER = "trainer"
     SERVER = "server"

@@ -1,4 +1,4 @@
-"""What keeps a rank or a server in contact with its control plane, whatever happens to that.
+"""The lifeline that keeps a rank or a server in contact with its control plane.
 
 Two threads: one reads events and, when the control plane is away, looks for it at all its
 addresses, with backoff and jitter; the other renews the lease, and notices new certificates, which

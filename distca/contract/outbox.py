@@ -1,4 +1,4 @@
-"""What a member reports to the control plane, again and again until it is taken."""
+"""Reports of a member to the control plane, repeated until they are taken."""
 
 from __future__ import annotations
 

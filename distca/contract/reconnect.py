@@ -1,7 +1,7 @@
 """Finding the control plane again: its addresses in turn, with backoff and jitter.
 
-A control plane may have standbys, of which one takes over when it ends. Whoever depends on it
-knows the addresses of all and tries one after the other; a standby answers UNAVAILABLE.
+A control plane may have standbys, of which one takes over when it ends. Its clients
+know the addresses of all and try one after the other; a standby answers UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ATTEMPT_SECONDS = default_seconds("reach_seconds")
 """How long an address may take to accept a connection before it is the next one's turn."""
 
 TOLD_AFTER_SECONDS = 5.0
-"""After so long somebody who waits is told what for."""
+"""After so long a warning says what is waited for."""
 
 _TRANSIENT = (
     rpc.ControlPlaneUnavailable,
@@ -63,7 +63,7 @@ class Addresses:
         self._next = 0
 
     def current(self) -> rpc.RpcSettings:
-        """How to reach the one to try now."""
+        """Settings for the control plane to try now."""
         return self._each[self._next]
 
     def advance(self) -> None:
@@ -75,7 +75,7 @@ class Addresses:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a later attempt, here or at another address, may go well."""
+    """Decides whether a later attempt, here or at another address, may go well."""
     return isinstance(error, _TRANSIENT)
 
 

@@ -22,7 +22,7 @@ class Rotation:
         self._is_warned = False
 
     def is_due(self, current: rpc.RpcSettings) -> bool:
-        """Whether certificates have come that the control plane takes; True once for each.
+        """Tests whether new certificates are accepted by the control plane; True once for each.
 
         Nothing is given up for certificates that it does not take: they cost a warning, and are
         tried again with the next call.

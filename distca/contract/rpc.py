@@ -97,7 +97,7 @@ _MAX_CALLS_OF_CONNECTION = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class RpcSettings(ClientTls):
-    """How to reach the control plane.
+    """Settings for reaching the control plane.
 
     Attributes:
         address: its ``host:port``; of several, with commas between, a channel takes the first,
@@ -144,7 +144,7 @@ class RpcSettings(ClientTls):
         return self if self.ca_file is None else replace(self, certificates=self._files())
 
     def read_certificates(self) -> Certificates:
-        """What a new channel is to use. Raises as :meth:`following_files`."""
+        """The credentials of a new channel."""
         return (self.certificates or self._files()).current
 
     def _files(self) -> CertificateFiles:

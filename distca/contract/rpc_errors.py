@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 ERROR_KIND_KEY = "distca-error"
-"""Trailing metadata that tells apart errors of one status; see :data:`_BY_KIND`."""
+"""Trailing metadata that separates errors of one status; see :data:`_BY_KIND`."""
 
 RETRY_AFTER_KEY = "retry-after"
 """Trailing metadata of a call that came too early: when to try again, in seconds."""
@@ -69,7 +69,7 @@ class AlreadyExists(RpcError):
 
 
 class Held(AlreadyExists):
-    """Who has the id or the name may be gone; see :mod:`distca.contract.held`.
+    """The owner of an id or a name may be gone; see :mod:`distca.contract.held`.
 
     Attributes:
         retry_after_seconds: when to ask again.
@@ -100,7 +100,7 @@ class WrongToken(PermissionDenied):
 
 
 class Unimplemented(RpcError):
-    """Who answers speaks gRPC and does not know the method."""
+    """The other side speaks gRPC and does not know the method."""
 
     advice = "check the address: is it a control plane's, of this version of distca?"
 
@@ -129,7 +129,7 @@ class Cancelled(RpcError):
 
 
 class NotFound(RpcError):
-    """What the request names does not exist."""
+    """The request names something that does not exist."""
 
     advice = "check the name"
 

@@ -10,7 +10,7 @@ from distca.v1 import jobs_pb2
 
 
 class LossCause(StrEnum):
-    """How a rank noticed: the ``cause`` of the control plane's metric."""
+    """A rank's evidence of a loss: the ``cause`` of the control plane's metric."""
 
     TRANSPORT_ERROR = "transport_error"
     """The connection ended, or the server left a ping unanswered."""
@@ -28,7 +28,7 @@ class LossCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLoss:
-    """What a rank reports.
+    """A rank's report.
 
     Attributes:
         server_id: of the lost server.

@@ -6,6 +6,7 @@ Importing this module is cheap: the command line needs it for ``--help``.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,11 +19,24 @@ DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
 
 PROFILE_DIR = Path.home() / ".cache" / "distca"
-"""Where cost profiles are kept, unless settings say otherwise."""
+"""The folder of cost profiles, unless settings name another."""
+
+
+class Placement(StrEnum):
+    """The servers that run a job's CA-tasks."""
+
+    POOL = "pool"
+    IN_PLACE = "in-place"
+    MIXED = "mixed"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        valid = ", ".join(repr(each.value) for each in cls)
+        raise ValueError(f"placement is {value!r}; valid: {valid}")
 
 
 def values_of(kind: type[Any], settings: object) -> dict[str, Any]:
-    """What ``settings`` have for the fields of the dataclass ``kind``, by name."""
+    """The values that ``settings`` have for the fields of the dataclass ``kind``, by name."""
     return {field.name: getattr(settings, field.name) for field in fields(kind)}
 
 
@@ -140,7 +154,7 @@ class RankTimeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """How a job asks for its core attention to be planned."""
+    """A job's wishes for the planning of its core attention."""
 
     PANEL: ClassVar = "Service"
 
@@ -164,7 +178,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegritySettings:
-    """What is done against silent corruption."""
+    """Measures against silent corruption."""
 
     PANEL: ClassVar = "Service"
 
@@ -188,7 +202,7 @@ class IntegritySettings:
     ] = 0.0
 
     def seals(self, *, leaves_host: bool) -> bool:
-        """Whether the messages of a connection carry a checksum."""
+        """Decides whether the messages of a connection carry a checksum."""
         return leaves_host if self.checksums is None else self.checksums
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a tensor-parallel group of a job may be."""
+"""The rules for a tensor-parallel group of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def group_fault(rank: int, group: Sequence[int], n_ranks: int) -> str:
-    """What is wrong with the group that a rank gives, in words; empty if nothing is.
+    """Describes the fault in the group that a rank gives; empty if it has none.
 
     Args:
         rank: of the job.

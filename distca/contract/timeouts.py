@@ -249,8 +249,8 @@ TIMEOUTS = (
         name="held_timeout_seconds",
         seconds=45.0,
         who="rank, server",
-        what="the end of the job or server that has its name, while the control plane cannot tell "
-        "whether that one lives: a lease at most, two if the control plane was away",
+        what="the end of the job or server that has its name and may be gone: a lease at most, "
+        "two after an absence of the control plane",
         then="the process ends with an error that names who has the name",
         option="SessionOptions",
     ),

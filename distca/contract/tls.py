@@ -42,7 +42,7 @@ class Certificates:
     def read(
         cls, *, authority: Path | None, certificate: Path | None, key: Path | None
     ) -> Certificates:
-        """What the files hold now."""
+        """Contents of the files now."""
         read = cls(
             authority=authority.read_bytes() if authority else None,
             chain=certificate.read_bytes() if certificate else None,
@@ -56,7 +56,7 @@ class Certificates:
 
 
 class CertificateFiles:
-    """Reads a process's files whenever it is asked, and tells what has changed.
+    """Reads a process's files on request, and finds what has changed.
 
     Attributes:
         current: what was read last.
@@ -71,7 +71,7 @@ class CertificateFiles:
 
     def changed(self) -> Certificates | None:
         """The new contents if they are new and fit together, else None. Files that cannot be used
-        change nothing and are told about once; it is for any thread."""
+        change nothing and are logged once; any thread may call it."""
         try:
             read = self._read()
         except (OSError, MismatchError) as error:

@@ -1,8 +1,8 @@
-"""A job's tokens: what shows that a process is a given rank of a given job.
+"""A job's tokens: the proof that a process is a given rank of a given job.
 
 The control plane gives each rank a token of its own when the rank opens the job. The rank shows it
 with every call about the job and with the first message of every connection to a server. A server
-checks tokens with the job's key, which it has from the control plane; whoever holds only a token
+checks tokens with the job's key, which it has from the control plane; a holder of a token alone
 can neither make another rank's nor another job's.
 
 A token is the rank (4 bytes, big-endian) and HMAC-SHA256(job key, label + rank).

@@ -1,6 +1,6 @@
 """Corpora: documents of bytes, one token a byte (vocabulary 256).
 
-Every rank opens the same corpus by itself; :func:`fingerprint` tells whether they agree.
+Every rank opens the same corpus by itself; :func:`fingerprint` shows whether they agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Corpus(Protocol):
 
     @property
     def source(self) -> str:
-        """Where the documents come from, for people."""
+        """The origin of the documents, for people."""
 
     @property
     def lengths(self) -> Int64Array:

@@ -1,6 +1,6 @@
-"""Packing: which piece of which document lies where in a step, a pure function of (seed, step).
+"""Packing: the place of every piece of every document in a step, a pure function of (seed, step).
 
-The pieces of the corpus, shuffled anew in every epoch, form one endless stream of tokens. Step k
+The pieces of the corpus, shuffled again in every epoch, form one endless stream of tokens. Step k
 takes the next ``n_nano_batches * n_ranks * nano_batch_tokens`` of them, so any step can be packed
 without those before it, and all ranks agree on the documents of all ranks.
 
@@ -94,7 +94,7 @@ class PackedDocument:
 
     @property
     def nano_batch(self) -> int:
-        """Where it begins."""
+        """The nano-batch in which it begins."""
         return self.segments[0].nano_batch
 
     def on(self, rank: int, nano_batch: int) -> Iterator[Piece]:

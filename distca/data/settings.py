@@ -1,17 +1,25 @@
-"""What the user may choose about the training data."""
+"""Options of the training data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
 
+class Homes(StrEnum):
+    """Ways to choose the rank that holds a token."""
+
+    PACKED = "packed"
+    PLANNED = "planned"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Where the documents come from and how they are cut; the fields are command-line options."""
+    """Source of the documents and how they are cut; the fields are command-line options."""
 
     PANEL: ClassVar = "Data"
 

@@ -18,7 +18,7 @@ from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.tls import Certificates, MismatchError
 from distca.doctor.endpoint import try_control_plane
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
 _RENEWED_AT = 0.2
@@ -27,7 +27,7 @@ _RENEWED_AT = 0.2
 _MAKE = "make new ones: 'distca certs make' for development, cert-manager in a cluster"
 
 
-def check_certificates(around: Surroundings) -> Iterable[Finding]:
+def check_certificates(around: Surroundings) -> Iterable[CheckFinding]:
     """Are they good, ours, and accepted?"""
     if around.cluster is None:
         return
@@ -45,7 +45,7 @@ def check_certificates(around: Surroundings) -> Iterable[Finding]:
         yield from _check_handshake(settings)
 
 
-def _check_files(settings: RpcSettings, now: datetime) -> Iterator[Finding]:
+def _check_files(settings: RpcSettings, now: datetime) -> Iterator[CheckFinding]:
     try:
         Certificates.read(
             authority=settings.ca_file, certificate=settings.certificate_file, key=settings.key_file
@@ -61,8 +61,8 @@ def _check_files(settings: RpcSettings, now: datetime) -> Iterator[Finding]:
         yield _check_own(settings.ca_file, settings.certificate_file)
 
 
-def judge_validity(path: Path, described: CertificateDescription, now: datetime) -> Finding:
-    """Whether a certificate of file ``path`` is good at ``now``, and for how long."""
+def judge_validity(path: Path, described: CertificateDescription, now: datetime) -> CheckFinding:
+    """Judges a certificate of file ``path`` at ``now`` by the time that it has left."""
     says = f"{path}: {described.validity(now)}"
     left, life = described.ends - now, described.ends - described.begins
     figures = {"days_left": left / timedelta(days=1)}
@@ -78,7 +78,7 @@ def judge_validity(path: Path, described: CertificateDescription, now: datetime)
     return passed("certificates", says, **figures)
 
 
-def _check_own(ca_file: Path, certificate_file: Path) -> Finding:
+def _check_own(ca_file: Path, certificate_file: Path) -> CheckFinding:
     """Is the certificate the authority's, and does it name a role?"""
     chain = x509.load_pem_x509_certificates(certificate_file.read_bytes())
     authorities = x509.load_pem_x509_certificates(ca_file.read_bytes())
@@ -100,7 +100,7 @@ def _check_own(ca_file: Path, certificate_file: Path) -> Finding:
 
 
 def _is_signed(chain: list[x509.Certificate], authorities: list[x509.Certificate]) -> bool:
-    """Whether each certificate is signed by the next, and the last by an authority."""
+    """Tests whether each certificate is signed by the next, and the last by an authority."""
     if not all(_signs(issuer, certificate) for certificate, issuer in pairwise(chain)):
         return False
     return any(_signs(authority, chain[-1]) for authority in authorities)
@@ -114,7 +114,7 @@ def _signs(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
     return True
 
 
-def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
+def _check_handshake(settings: RpcSettings) -> Iterator[CheckFinding]:
     """Does the control plane show a certificate that we accept, and accept ours? gRPC itself says
     little about it."""
     host, port = split_address("address", settings.addresses[0])

@@ -15,7 +15,7 @@ from distca.contract.rpc import RpcSettings
 from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError, Unimplemented
 from distca.doctor.cluster_probe import ClusterAnswer
 from distca.doctor.endpoint import try_control_plane
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.top.snapshot import Snapshot
 
@@ -24,7 +24,7 @@ _CLOCK_FAIL_SECONDS = 60.0
 """Certificates that were just made seem not good yet, or those about to end seem good still."""
 
 
-def check_dns(around: Surroundings) -> Iterable[Finding]:
+def check_dns(around: Surroundings) -> Iterable[CheckFinding]:
     """Do names resolve, and is the data address this machine's?"""
     settings = around.settings
     if around.cluster is not None:
@@ -33,7 +33,7 @@ def check_dns(around: Surroundings) -> Iterable[Finding]:
     yield _own_address(settings.rows_host, one_host=settings.one_host)
 
 
-def _resolve(host: str, whose: str) -> Finding:
+def _resolve(host: str, whose: str) -> CheckFinding:
     began = time.perf_counter()
     try:
         addresses = addresses_of(host)
@@ -55,7 +55,7 @@ def _resolve(host: str, whose: str) -> Finding:
     return passed("dns", says, seconds=seconds)
 
 
-def _own_address(data_host: str, *, one_host: bool) -> Finding:
+def _own_address(data_host: str, *, one_host: bool) -> CheckFinding:
     try:
         ip = ipv4_of(data_host)
         with socket.socket() as probe:
@@ -75,7 +75,7 @@ def _own_address(data_host: str, *, one_host: bool) -> Finding:
     return passed("dns", f"data_host {data_host} is {ip}, of this machine")
 
 
-def check_control_plane(around: Surroundings) -> Iterable[Finding]:
+def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
     """Does it answer?"""
     if around.cluster is None:
         return
@@ -104,7 +104,7 @@ def check_control_plane(around: Surroundings) -> Iterable[Finding]:
     )
 
 
-def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> Finding:
+def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> CheckFinding:
     """Tries what is there instead."""
     found = try_control_plane(settings)
     says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
@@ -112,7 +112,7 @@ def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> Findi
     return failed("control-plane", says, advice, endpoint=found.speaks.name.lower())
 
 
-def _refused(error: RpcError) -> Finding:
+def _refused(error: RpcError) -> CheckFinding:
     if isinstance(error, Unimplemented):
         return failed(
             "control-plane",
@@ -122,14 +122,14 @@ def _refused(error: RpcError) -> Finding:
     return failed("control-plane", str(error), "see the control plane's log")
 
 
-def check_clock(around: Surroundings) -> Iterable[Finding]:
+def check_clock(around: Surroundings) -> Iterable[CheckFinding]:
     """Does this clock agree with the control plane's?"""
     answer = _answer(around)
     if answer is not None and answer.snapshot is not None:
         yield judge_clock(answer.asked_at - answer.snapshot.unix_seconds)
 
 
-def judge_clock(ahead_seconds: float) -> Finding:
+def judge_clock(ahead_seconds: float) -> CheckFinding:
     """Judges how far this clock is ahead of the control plane's."""
     way = "ahead of" if ahead_seconds > 0 else "behind"
     says = f"{abs(ahead_seconds):.3g} s {way} the control plane's"
@@ -141,7 +141,7 @@ def judge_clock(ahead_seconds: float) -> Finding:
     return passed("clock", says, seconds=ahead_seconds)
 
 
-def check_versions(around: Surroundings) -> Iterable[Finding]:
+def check_versions(around: Surroundings) -> Iterable[CheckFinding]:
     """Does everyone run the same distca?"""
     own = f"distca {__version__}, Python {platform.python_version()}, torch {_version('torch')}"
     answer = _answer(around)
@@ -151,7 +151,7 @@ def check_versions(around: Surroundings) -> Iterable[Finding]:
     yield compare_versions(own, answer.snapshot)
 
 
-def compare_versions(own: str, snapshot: Snapshot) -> Finding:
+def compare_versions(own: str, snapshot: Snapshot) -> CheckFinding:
     """Compares this process's version with control plane and servers."""
     others = {f"the control plane ({snapshot.version})"} - {f"the control plane ({__version__})"}
     others |= {

@@ -17,7 +17,7 @@ from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAnswer:
-    """What the control plane answered, and when.
+    """The control plane's answer, and its time.
 
     Attributes:
         snapshot: of the cluster; None if this role may not see it.
@@ -48,7 +48,7 @@ class ClusterProbe:
 
     @property
     def settings(self) -> RpcSettings:
-        """How it is reached."""
+        """Settings for reaching it."""
         return self._settings
 
     def answer(self) -> ClusterAnswer:
@@ -68,7 +68,7 @@ class ClusterProbe:
         return self._outcome
 
     def answer_or_none(self) -> ClusterAnswer | None:
-        """The answer; None if there is none, which check control-plane tells."""
+        """The answer; None if there is none, which check control-plane reports."""
         try:
             return self.answer()
         except (RpcError, OSError, ValueError):
@@ -105,7 +105,7 @@ class ClusterProbe:
 
 
 def _pool_transports(channel: grpc.Channel) -> frozenset[TransportName]:
-    """What a trainer, who may not see the cluster, may know of the pool."""
+    """The pool's transports, which a trainer may know though it may not see the cluster."""
     try:
         answer = jobs_pb2_grpc.JobsStub(channel).DescribePool(jobs_pb2.DescribePoolRequest())
     except PermissionDenied:

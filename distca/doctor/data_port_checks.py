@@ -1,4 +1,4 @@
-"""Whether strangers reach the data plane: asked from a machine that is no member of any job."""
+"""A check that strangers do not reach the data plane, for a machine outside of all jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from data_plane.interfaces import ipv4_of
 from data_plane.transport import Address
 from distca.contract.addresses import split_address
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
 _ANSWER_SECONDS = 1.0
@@ -24,7 +24,7 @@ _MEANING = (
 )
 
 
-def check_data_ports(around: Surroundings) -> Iterable[Finding]:
+def check_data_ports(around: Surroundings) -> Iterable[CheckFinding]:
     """Does a data port of a node or trainer answer here, where none should?"""
     settings = around.settings
     answer = around.cluster.answer_or_none() if around.cluster and settings.pool else None
@@ -47,7 +47,7 @@ def check_data_ports(around: Surroundings) -> Iterable[Finding]:
         yield judge_host(host, sorted(ports))
 
 
-def judge_host(host: str, ports: Sequence[int]) -> Finding:
+def judge_host(host: str, ports: Sequence[int]) -> CheckFinding:
     """Connects to each port and sends nothing, which harms no server.
 
     Args:

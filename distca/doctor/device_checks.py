@@ -16,7 +16,7 @@ from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.shape import AttentionShape, format_shape
 from distca.contract.timeouts import default_seconds
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _FREE_SHARE = 0.9
 _FIRST_WITH_FA4 = (9, 0)
 
 _REHEARSAL_SECONDS = default_seconds("rehearsal_seconds")
-"""For all kernels of one shape; compiling them takes up to a minute."""
+"""A limit for all kernels of one shape; compiling them takes up to a minute."""
 
 _USUAL_SHAPE = AttentionShape(
     num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16"
@@ -35,7 +35,7 @@ _USUAL_SHAPE = AttentionShape(
 """Launched where no shape was asked for."""
 
 
-def check_gpu(around: Surroundings) -> Iterable[Finding]:
+def check_gpu(around: Surroundings) -> Iterable[CheckFinding]:
     """Is the device there, and free?"""
     settings = around.settings
     if not settings.on_gpu:
@@ -62,7 +62,7 @@ def check_gpu(around: Surroundings) -> Iterable[Finding]:
     yield _describe_gpu(index)
 
 
-def _no_gpu(*, driver_there: bool) -> Finding:
+def _no_gpu(*, driver_there: bool) -> CheckFinding:
     if driver_there:
         says = "PyTorch finds no GPU, though there is /dev/nvidiactl"
         return failed("gpu", says, "check the driver with nvidia-smi")
@@ -73,7 +73,7 @@ def _no_gpu(*, driver_there: bool) -> Finding:
     )
 
 
-def _describe_gpu(index: int) -> Finding:
+def _describe_gpu(index: int) -> CheckFinding:
     properties = torch.cuda.get_device_properties(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     says = (
@@ -91,14 +91,14 @@ def _describe_gpu(index: int) -> Finding:
     return passed("gpu", says, free_bytes=free_bytes, total_bytes=total_bytes)
 
 
-def check_driver(around: Surroundings) -> Iterable[Finding]:
+def check_driver(around: Surroundings) -> Iterable[CheckFinding]:
     """Can the driver run the CUDA that PyTorch was built with?"""
     if not around.settings.on_gpu:
         return
     yield compare_driver(_driver_cuda_version(), torch.version.cuda)
 
 
-def compare_driver(driver: tuple[int, int] | None, built_with: str | None) -> Finding:
+def compare_driver(driver: tuple[int, int] | None, built_with: str | None) -> CheckFinding:
     """Compares the driver's CUDA version, None if there is no driver, with PyTorch's."""
     if driver is None:
         return failed(
@@ -137,8 +137,8 @@ def _driver_cuda_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def check_kernels(around: Surroundings) -> Iterable[Finding]:
-    """Which kernel runs here, does it take the shapes, and do all launches of serving work?"""
+def check_kernels(around: Surroundings) -> Iterable[CheckFinding]:
+    """Does a kernel run here, take the shapes, and do all launches of serving work?"""
     settings = around.settings
     device = torch.device(settings.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -172,7 +172,7 @@ def rehearsal_trouble(
     *,
     seconds: float = _REHEARSAL_SECONDS,
 ) -> Trouble | None:
-    """What keeps ``kernel`` from serving ``shape``, by what a server launches before it serves.
+    """Finds what keeps ``kernel`` from serving ``shape``, by a server's own rehearsal.
 
     Args:
         kernel: runs the rehearsal.
@@ -209,7 +209,7 @@ def rehearsal_trouble(
     )
 
 
-def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> Finding:
+def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> CheckFinding:
     """Is it the fastest that there is for the GPU? ``capability`` is None on the CPU."""
     says = f"{name} runs {shapes}" if shapes else f"{name}; no shape was asked for"
     if capability is not None and capability >= _FIRST_WITH_FA4 and name != "fa4":

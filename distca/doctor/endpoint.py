@@ -1,4 +1,4 @@
-"""What listens where the control plane was looked for, found out by trying: gRPC's own error says
+"""Finds out what listens where the control plane was looked for: gRPC's own error says
 little more than that there is no connection."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
 
 _FIRST_WORDS_SECONDS = default_seconds("first_words_seconds")
-"""For each attempt; a server that answers takes milliseconds."""
+"""A limit for each attempt; a server that answers takes milliseconds."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a client of HTTP/2 says first: RFC 9113, 3.4, with empty SETTINGS."""
+"""The first words of an HTTP/2 client: RFC 9113, 3.4, with empty SETTINGS."""
 
 _SETTINGS_FRAME = 4
 _FRAME_HEADER_BYTES = 9
@@ -41,7 +41,7 @@ class Speaks(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What answered, and why no call gets through to it.
+    """The answering process, and why no call gets through to it.
 
     Attributes:
         speaks: what it is.
@@ -110,7 +110,7 @@ def _is_settings(answer: bytes) -> bool:
 
 
 def _by_tls(address: Address, settings: RpcSettings) -> Endpoint | None:
-    """What a TLS server turns out to be; None if it is none."""
+    """Identifies a TLS server; None if it is none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # Whether its certificate is good is for check certificates; no secret is sent here.
     context.check_hostname = False

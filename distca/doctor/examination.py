@@ -15,7 +15,7 @@ from distca.doctor.cluster_checks import (
 )
 from distca.doctor.data_port_checks import check_data_ports
 from distca.doctor.device_checks import check_driver, check_gpu, check_kernels
-from distca.doctor.finding import Finding, failed
+from distca.doctor.finding import CheckFinding, failed
 from distca.doctor.machine_checks import (
     check_gpudirect,
     check_memlock,
@@ -28,7 +28,7 @@ from distca.doctor.transport_checks import check_transport, check_ucx
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[Surroundings], Iterable[Finding]]
+Check = Callable[[Surroundings], Iterable[CheckFinding]]
 
 CHECKS: Mapping[str, Check] = {
     "gpu": check_gpu,
@@ -47,16 +47,16 @@ CHECKS: Mapping[str, Check] = {
     "transport": check_transport,
     "ucx": check_ucx,
 }
-"""In the order of the report. A check says nothing where it does not apply."""
+"""All checks in the order of the report. One says nothing where it does not apply."""
 
 PER_DEVICE = ("gpu", "kernels")
 """Checks of each device that is named; the others are of the machine."""
 
 OUTSIDER_CHECKS: Mapping[str, Check] = {"data-ports": check_data_ports}
-"""What a machine can tell that is to be no part of any job."""
+"""Checks of a machine that is to be no part of any job."""
 
 
-def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
+def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[CheckFinding]:
     """The findings, as they come. A check that breaks is a finding too, and the others go on."""
     for name, check in checks.items():
         if name in around.settings.skip:
@@ -70,7 +70,7 @@ def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Itera
                 yield replace(finding, says=f"{device}: {finding.says}")
 
 
-def _guarded(name: str, check: Check, around: Surroundings) -> Iterator[Finding]:
+def _guarded(name: str, check: Check, around: Surroundings) -> Iterator[CheckFinding]:
     try:
         yield from check(around)
     except Exception as error:

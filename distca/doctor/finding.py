@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Status(StrEnum):
-    """How serious a finding is."""
+class Severity(StrEnum):
+    """The seriousness of a finding."""
 
     PASS = "pass"
     WARN = "warn"
     FAIL = "fail"
 
 
-_SEVERITY = {Status.PASS: 0, Status.WARN: 1, Status.FAIL: 2}
+_SEVERITY = {Severity.PASS: 0, Severity.WARN: 1, Severity.FAIL: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One line of the report.
 
     Attributes:
@@ -31,34 +31,38 @@ class Finding:
     """
 
     check: str
-    status: Status
+    status: Severity
     says: str
     advice: str = ""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.status is Status.PASS) == bool(self.advice):
+        if (self.status is Severity.PASS) == bool(self.advice):
             raise ValueError(
                 f"check {self.check}: advice is {self.advice!r} and status {self.status}; what did "
                 "not pass says what to do, and nothing else does"
             )
 
 
-def passed(check: str, says: str, **figures: float | int | str) -> Finding:
+def passed(check: str, says: str, **figures: float | int | str) -> CheckFinding:
     """All is well."""
-    return Finding(check=check, status=Status.PASS, says=says, figures=figures)
+    return CheckFinding(check=check, status=Severity.PASS, says=says, figures=figures)
 
 
-def warned(check: str, says: str, advice: str, **figures: float | int | str) -> Finding:
+def warned(check: str, says: str, advice: str, **figures: float | int | str) -> CheckFinding:
     """It works, but not as well as it could."""
-    return Finding(check=check, status=Status.WARN, says=says, advice=advice, figures=figures)
+    return CheckFinding(
+        check=check, status=Severity.WARN, says=says, advice=advice, figures=figures
+    )
 
 
-def failed(check: str, says: str, advice: str, **figures: float | int | str) -> Finding:
+def failed(check: str, says: str, advice: str, **figures: float | int | str) -> CheckFinding:
     """It will not work."""
-    return Finding(check=check, status=Status.FAIL, says=says, advice=advice, figures=figures)
+    return CheckFinding(
+        check=check, status=Severity.FAIL, says=says, advice=advice, figures=figures
+    )
 
 
-def worst(findings: Iterable[Finding]) -> Status:
+def worst(findings: Iterable[CheckFinding]) -> Severity:
     """The most serious status; PASS if there is none."""
-    return max((f.status for f in findings), key=_SEVERITY.__getitem__, default=Status.PASS)
+    return max((f.status for f in findings), key=_SEVERITY.__getitem__, default=Severity.PASS)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
 from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
 from data_plane.transport_facts import TransportFacts
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
 from distca.process.amounts import size_text
@@ -19,7 +19,7 @@ _INITIAL_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The machine's own: numbers that the kernel fixes (include/linux/proc_ns.h)."""
 
 
-def check_memlock(around: Surroundings) -> Iterable[Finding]:
+def check_memlock(around: Surroundings) -> Iterable[CheckFinding]:
     """May memory be locked, as RDMA needs?"""
     limit = locked_bytes_limit(around.root)
     shown = "unlimited" if limit is None else size_text(limit)
@@ -35,7 +35,7 @@ def check_memlock(around: Surroundings) -> Iterable[Finding]:
     yield passed("memlock", shown + needed, limit_bytes=-1 if limit is None else limit)
 
 
-def check_shared_memory(around: Surroundings) -> Iterable[Finding]:
+def check_shared_memory(around: Surroundings) -> Iterable[CheckFinding]:
     """Is /dev/shm there, and large enough?"""
     folder = around.root / "dev/shm"
     try:
@@ -50,8 +50,8 @@ def check_shared_memory(around: Surroundings) -> Iterable[Finding]:
     yield judge_shared_memory(size_bytes, free_bytes, one_host=around.settings.one_host)
 
 
-def judge_shared_memory(size_bytes: int, free_bytes: int, *, one_host: bool) -> Finding:
-    """Whether ``free_bytes`` of ``size_bytes`` are enough."""
+def judge_shared_memory(size_bytes: int, free_bytes: int, *, one_host: bool) -> CheckFinding:
+    """Judges whether ``free_bytes`` of ``size_bytes`` are enough."""
     says = f"/dev/shm has {size_text(size_bytes)}, {size_text(free_bytes)} of them free"
     if free_bytes >= _MIN_SHM_BYTES:
         return passed("shared-memory", says, size_bytes=size_bytes, free_bytes=free_bytes)
@@ -65,7 +65,7 @@ def judge_shared_memory(size_bytes: int, free_bytes: int, *, one_host: bool) -> 
     )
 
 
-def check_namespaces(around: Surroundings) -> Iterable[Finding]:
+def check_namespaces(around: Surroundings) -> Iterable[CheckFinding]:
     """Whose shared memory and GPU memory can be mapped?"""
     own = []
     for name, initial in _INITIAL_NAMESPACES.items():
@@ -87,7 +87,7 @@ def check_namespaces(around: Surroundings) -> Iterable[Finding]:
     yield passed("namespaces", f"{says}; other machines are reached over the network")
 
 
-def check_rdma(around: Surroundings) -> Iterable[Finding]:
+def check_rdma(around: Surroundings) -> Iterable[CheckFinding]:
     """Is there an RDMA network, and can the transport use it?"""
     try:
         choice = around.transport
@@ -97,8 +97,10 @@ def check_rdma(around: Surroundings) -> Iterable[Finding]:
     yield judge_rdma(around.facts, choice, around.settings)
 
 
-def judge_rdma(facts: TransportFacts, choice: TransportChoice, settings: DoctorSettings) -> Finding:
-    """Whether ``choice`` uses the network that is meant."""
+def judge_rdma(
+    facts: TransportFacts, choice: TransportChoice, settings: DoctorSettings
+) -> CheckFinding:
+    """Judges whether ``choice`` uses the network that is meant."""
     shown = ", ".join(str(port) for port in facts.active_ports)
     found = choice.obstacles or obstacles(facts, choice.name)
     says = "; ".join(obstacle.says for obstacle in found)
@@ -118,7 +120,7 @@ def judge_rdma(facts: TransportFacts, choice: TransportChoice, settings: DoctorS
     )
 
 
-def check_gpudirect(around: Surroundings) -> Iterable[Finding]:
+def check_gpudirect(around: Surroundings) -> Iterable[CheckFinding]:
     """Can network devices read GPU memory?"""
     if not (around.settings.rdma and around.settings.on_gpu):
         return

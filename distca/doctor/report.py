@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from distca import __version__
-from distca.doctor.finding import Finding, Status, worst
+from distca.doctor.finding import CheckFinding, Severity, worst
 from distca.process.plain_text import plain_lines
 
-_STYLE = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+_STYLE = {Severity.PASS: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 _NAME_WIDTH = 14
 
 
-def show(finding: Finding, console: Console) -> None:
+def show(finding: CheckFinding, console: Console) -> None:
     """Prints a finding, and below it what to do."""
     line = Text()
     line.append(f"{finding.status.upper():<5}", style=_STYLE[finding.status])
@@ -31,17 +31,17 @@ def show(finding: Finding, console: Console) -> None:
         console.print(Text(f"{indent}-> {advice}", style="italic"), soft_wrap=True)
 
 
-def summary(findings: Iterable[Finding]) -> str:
+def summary(findings: Iterable[CheckFinding]) -> str:
     """How many of each."""
     found = list(findings)
-    counts = {status: sum(f.status is status for f in found) for status in Status}
+    counts = {status: sum(f.status is status for f in found) for status in Severity}
     return (
-        f"{counts[Status.PASS]} passed, {counts[Status.WARN]} to look at, "
-        f"{counts[Status.FAIL]} failed"
+        f"{counts[Severity.PASS]} passed, {counts[Severity.WARN]} to look at, "
+        f"{counts[Severity.FAIL]} failed"
     )
 
 
-def as_json(findings: Iterable[Finding]) -> str:
+def as_json(findings: Iterable[CheckFinding]) -> str:
     """One document: the worst status, where, and every finding."""
     found = list(findings)
     return json.dumps(

@@ -18,7 +18,7 @@ HELLO = b"distca doctor"
 """First message of a doctor; a server refuses it."""
 
 OPEN_SECRET = b"distca doctor: no secret"
-"""What a doctor proves to its responder. It is no secret: both are of one machine."""
+"""A doctor's proof to its responder. It is no secret: both are of one machine."""
 
 _LOG_OF_UCX = {"UCX_LOG_FILE": "/dev/stderr"}
 """UCX logs to stdout by default, between whatever else is written there."""
@@ -33,7 +33,7 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ResponderSettings:
-    """Where to listen, and with which memory to answer.
+    """The address to listen on, and the memory to answer with.
 
     Attributes:
         host: address of this machine.

@@ -1,4 +1,4 @@
-"""What a node that is examined is for; the fields are command-line options.
+"""Options of an examination; the fields are command-line options.
 
 Importing this module is cheap: the command line needs it for ``--help``.
 """
@@ -46,7 +46,7 @@ def _is_gpu(device: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings:
-    """What the node is for, and whom it must reach."""
+    """The node's purpose, and the processes that it must reach."""
 
     device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
     also_devices: Annotated[
@@ -143,7 +143,7 @@ class DoctorSettings:
     def located(self, towards: Iterable[str]) -> DoctorSettings:
         """The same with ``data_host`` an address: where it is to be this machine's own, the one
         that processes here take whose control plane is one of the hosts ``towards``; loopback if
-        they find none, which check dns tells."""
+        they find none, which check dns reports."""
         if self.data_host != OWN_ADDRESS:
             return self
         try:

@@ -1,4 +1,4 @@
-"""What the checks look at: the machine, the environment, and what the user asked for."""
+"""The surroundings of checks: machine, environment, and the user's wishes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distca.doctor.settings import DoctorSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Where a check looks.
+    """Everything that a check looks at.
 
     Attributes:
         settings: what the node is for.
@@ -39,12 +39,12 @@ class Surroundings:
 
     @cached_property
     def facts(self) -> TransportFacts:
-        """What this machine offers to the transports."""
+        """This machine's offers to the transports."""
         return transport_facts(self.root, self.environ)
 
     @cached_property
     def pool_transports(self) -> frozenset[TransportName]:
-        """What the pool's servers use; empty if there are none, this role may not know, or the
+        """The pool's transports; empty if there are none, this role may not know, or the
         settings leave the pool out."""
         asks = self.cluster if self.settings.pool else None
         answer = asks.answer_or_none() if asks else None

@@ -16,7 +16,7 @@ from data_plane.transport import (
 )
 from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport
-from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.finding import CheckFinding, failed, passed, warned
 from distca.doctor.responder import (
     HELLO,
     OPEN_SECRET,
@@ -33,8 +33,8 @@ _REPEATS = 12
 _SLOW = "see which network UCX chose: UCX_TLS, UCX_NET_DEVICES, and what the other checks say"
 
 
-def check_transport(around: Surroundings) -> Iterable[Finding]:
-    """Which transport is it, why, and do the servers of the pool use it too?"""
+def check_transport(around: Surroundings) -> Iterable[CheckFinding]:
+    """Is there a transport, and do the servers of the pool use it too?"""
     try:
         choice = around.transport
     except ImportError as error:
@@ -43,8 +43,8 @@ def check_transport(around: Surroundings) -> Iterable[Finding]:
     yield judge_transport(choice, around.pool_transports)
 
 
-def judge_transport(choice: TransportChoice, pool: frozenset[TransportName]) -> Finding:
-    """Whether a choice fits the pool's servers."""
+def judge_transport(choice: TransportChoice, pool: frozenset[TransportName]) -> CheckFinding:
+    """Judges whether a choice fits the pool's servers."""
     says = f"{choice.name}: {choice.reason}"
     if pool and choice.name not in pool:
         theirs = " and ".join(sorted(pool))
@@ -62,7 +62,7 @@ def judge_transport(choice: TransportChoice, pool: frozenset[TransportName]) -> 
     return passed("transport", says)
 
 
-def check_ucx(around: Surroundings) -> Iterable[Finding]:
+def check_ucx(around: Surroundings) -> Iterable[CheckFinding]:
     """Is the library there, and does it work between two processes of this machine?"""
     try:
         name = around.transport.name
@@ -84,7 +84,7 @@ def check_ucx(around: Surroundings) -> Iterable[Finding]:
         yield _self_test(around, one_host=one_host)
 
 
-def _self_test(around: Surroundings, *, one_host: bool) -> Finding:
+def _self_test(around: Surroundings, *, one_host: bool) -> CheckFinding:
     settings = around.settings
     peer = ResponderSettings(
         host=settings.rows_host,
@@ -109,7 +109,7 @@ def _self_test(around: Surroundings, *, one_host: bool) -> Finding:
 def measure(
     transport: Transport, device: str, address: Address, timeout_seconds: float
 ) -> ProbeResult:
-    """What one connection to a doctor's responder achieves, with buffers on ``device``."""
+    """Measures one connection to a doctor's responder, with buffers on ``device``."""
     connection, _ = transport.connect(address, HELLO, timeout_seconds, secret=OPEN_SECRET)
     try:
         nbytes = _PROBE_BYTES[device.partition(":")[0]]
@@ -118,9 +118,9 @@ def measure(
         connection.close("measured")
 
 
-def judge_self_test(result: ProbeResult, *, one_host: bool, floor: float) -> Finding:
-    """Whether what UCX chose on this machine is what it should choose, where the library tells, and
-    as fast as is asked for: ``floor``, in GB/s."""
+def judge_self_test(result: ProbeResult, *, one_host: bool, floor: float) -> CheckFinding:
+    """Judges UCX's choice on this machine, where the library reports it, and its speed against
+    ``floor``, in GB/s."""
     fast = {"posix", "sysv", "cma", "cuda_ipc", "cuda_copy"}
     says = (
         f"{'within this machine' if one_host else 'by the network, to this machine itself'}: "

@@ -1,4 +1,4 @@
-"""Which packages the processes of a local run need beside those of the base installation."""
+"""Packages of a local run's processes beside those of the base installation."""
 
 from __future__ import annotations
 

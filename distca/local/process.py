@@ -43,7 +43,7 @@ class LocalProcess:
             )
 
     def command(self) -> list[str]:
-        """What is executed: the distca command, tied to this process's life."""
+        """The distca command, tied to this process's life."""
         tied = [sys.executable, "-m", "distca.child", str(os.getpid())]
         return [*tied, *self._arguments]
 
@@ -72,7 +72,7 @@ class LocalProcess:
         self._popen.wait()
 
     def describe_end(self) -> str:
-        """How it ended, in words."""
+        """Describes its end."""
         code = self.exit_code
         if code is None:
             return "still runs"

@@ -1,4 +1,4 @@
-"""What the user may choose about a run on this machine; the fields are command-line options."""
+"""Options of a run on this machine; the fields are command-line options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 from data_plane.transport import TransportName
 from distca.contract.checks import check_least
 from distca.contract.identity import check_name
+from distca.contract.settings import Placement
 from distca.run_folder import RunFolder
-from distca.train.settings import PlacementName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class LocalSettings:
     PANEL: ClassVar = "Local run"
 
     mode: Annotated[
-        PlacementName,
+        Placement,
         typer.Option(
             help="Core attention on attention nodes (pool), in the trainers' own processes "
             "(in-place), or both (mixed)."
         ),
-    ] = PlacementName.POOL
+    ] = Placement.POOL
     trainers: Annotated[int, typer.Option(help="Trainer ranks.")] = 2
     nodes: Annotated[int, typer.Option(help="Attention nodes; none are started in-place.")] = 2
     threads: Annotated[int, typer.Option(help="Compute threads of each process.")] = 1
@@ -46,7 +46,7 @@ class LocalSettings:
 
     def __post_init__(self) -> None:
         check_least(self, trainers=1, nodes=0, threads=1)
-        if self.mode is PlacementName.POOL and self.nodes < 1:
+        if self.mode is Placement.POOL and self.nodes < 1:
             raise ValueError("nodes is 0; pool mode needs 1 or more, or choose --mode in-place")
         if self.name:
             check_name("name", self.name)
@@ -54,9 +54,9 @@ class LocalSettings:
     @property
     def n_nodes(self) -> int:
         """Attention nodes that are started."""
-        return 0 if self.mode is PlacementName.IN_PLACE else self.nodes
+        return 0 if self.mode is Placement.IN_PLACE else self.nodes
 
     def run_folder(self, now: datetime) -> RunFolder:
-        """Where the run is written."""
+        """The folder of the run."""
         name = self.name or f"{self.mode}-{now:%Y%m%d-%H%M%S}"
         return RunFolder(self.runs_dir.absolute() / name)

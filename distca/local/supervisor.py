@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 START_TIMEOUT_SECONDS = default_seconds("local_start_seconds")
-"""For hangs only: on its very first start a control plane compiles its planner, which takes most
+"""A limit for hangs only: on its very first start a control plane compiles its planner, most
 of a minute on an idle core, and the machine may be busy."""
 SETTLE_SECONDS = 1.0
 """How long after the first death others may still follow before the cause is chosen."""

@@ -17,18 +17,18 @@ from core_attention.errors import ScheduleError
 from core_attention.manifest import MAX_DOCUMENT_TOKENS
 from core_attention.schedule import Schedule, read_csv
 from core_attention.schedule_orders import SCHEDULES, Order
+from distca.contract.settings import Placement
+from distca.data.settings import Homes
 from distca.preview.settings import (
     ClusterSettings,
     FleetSettings,
-    Homes,
     LengthsSettings,
-    ModelSettings,
+    ModelSizes,
     PlannerSettings,
 )
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.disaggregated import Method
 from distca.simulator.errors import InputError, require_count
-from distca.simulator.fleet import Placement
 from distca.simulator.homes import planned_homes
 from distca.simulator.length_files import read_lengths
 from distca.simulator.lengths import sample_lengths
@@ -44,7 +44,7 @@ _KILO, _GIGA, _TERA, _MICRO = 1e3, 1e9, 1e12, 1e-6
 _SHIPPED_PROFILE = "h200-llama3-8b.json"
 
 
-def build_model(settings: ModelSettings) -> ModelSpec:
+def build_model(settings: ModelSizes) -> ModelSpec:
     """The preset with the numbers that the user changed."""
     changes = {
         "n_layers": settings.layers,
@@ -89,7 +89,7 @@ def load_profile(settings: ClusterSettings) -> CostProfile:
 
 
 def build_setup(
-    model: ModelSettings,
+    model: ModelSizes,
     cluster: ClusterSettings,
     n_gpus: int,
     n_stages: int = 1,
@@ -137,7 +137,7 @@ def _check_cut_documents(settings: PlannerSettings, setup: Setup) -> None:
 
 
 def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> list[Remedy]:
-    """What the user has not tried yet against waits for communication."""
+    """Remedies against waits for communication that are not in use yet."""
     used = {
         Remedy.PLANNED_HOMES: settings.homes is Homes.PLANNED or not may_plan_homes,
         Remedy.BYTE_BUDGET: settings.byte_budget is not None,
@@ -161,7 +161,7 @@ def describe_layout(
 def preview_notes(
     planner: PlannerSettings, setup: Setup, lengths: LengthsSettings, estimated: bool
 ) -> list[str]:
-    """What to know of all batches; ``estimated`` says whether their lengths were."""
+    """Notes on all batches; ``estimated`` says whether their lengths were."""
     shape = setup.model.attention_shape
     notes = [
         _nano_batch_note(planner, setup.tokens_per_rank),
@@ -224,8 +224,7 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
         if schedule.name in orders:
             raise InputError(
                 f"schedules: {part} is called {schedule.name}, and so is another one; name each "
-                "schedule once, and rename files that are called alike or like a schedule of "
-                "ours"
+                "once, and rename files"
             )
         orders[schedule.name] = order
     return orders, []

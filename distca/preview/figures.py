@@ -17,7 +17,7 @@ from distca.preview.sections import CAD, relative_steps
 from distca.process.plain_text import figure_text
 from distca.report.style import BLUE, GREY, INK, ORANGE, PURPLE, figure_style
 from distca.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
-from distca.simulator.offline import PlannedBatch
+from distca.simulator.offline import OfflineBatch
 
 _MILLI, _MEGA = 1e3, 1e6
 _MANY = 40
@@ -33,7 +33,7 @@ _LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_plan(batch: PlannedBatch, caption: str) -> Figure:
+def draw_plan(batch: OfflineBatch, caption: str) -> Figure:
     """Load before and after, and the bytes between ranks and servers, on one page; ``caption``
     says which batch and layout it shows."""
     with figure_style():
@@ -48,7 +48,7 @@ def draw_plan(batch: PlannedBatch, caption: str) -> Figure:
     return figure
 
 
-def _draw_load(figure: FigureBase, batch: PlannedBatch) -> None:
+def _draw_load(figure: FigureBase, batch: OfflineBatch) -> None:
     before, after = figure.subplots(1, 2, sharey=True)
     _draw_seconds(before, batch.before_seconds, GREY, "rank")
     before.set_title(f"Plain packing: slowest {batch.home_imbalance:.2f}x the mean")
@@ -69,7 +69,7 @@ def _draw_seconds(axes: Axes, seconds: Float64Array, colour: str, what: str) -> 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _draw_bytes(figure: FigureBase, axes: Axes, batch: PlannedBatch) -> None:
+def _draw_bytes(figure: FigureBase, axes: Axes, batch: OfflineBatch) -> None:
     megabytes = batch.moved_bytes / _MEGA
     has_pool = len(megabytes) > batch.plan.manifest.n_ranks
     process = "process (ranks, then pool servers)" if has_pool else "rank"

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from core_attention.errors import ManifestError, PlanError, ProfileError, ScheduleError
 from core_attention.whole_file import write_whole
-from distca.preview.sections import Section
+from distca.preview.sections import PageSection
 from distca.preview.settings import OutputSettings
 from distca.process.plain_text import plain, plain_lines
 from distca.simulator.errors import InputError
-from distca.simulator.verdict import Kind, Verdict
+from distca.simulator.verdict import Judgement, Worth
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,16 +29,16 @@ WRONG_INPUT_EXIT_CODE = 2
 
 _DRAWING_PACKAGES = {"matplotlib", "jinja2"}
 _COLOURS = {
-    Kind.GAIN: "green",
-    Kind.SLOWER: "red",
-    Kind.NOTHING_TO_GAIN: "yellow",
-    Kind.ONE_SERVER: "yellow",
+    Worth.GAIN: "green",
+    Worth.SLOWER: "red",
+    Worth.NOTHING_TO_GAIN: "yellow",
+    Worth.ONE_SERVER: "yellow",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What a command has found.
+    """A command's findings.
 
     Attributes:
         title: of all.
@@ -48,8 +48,8 @@ class Preview:
     """
 
     title: str
-    sections: Sequence[Section]
-    verdicts: Sequence[Verdict]
+    sections: Sequence[PageSection]
+    verdicts: Sequence[Judgement]
     draw: Callable[[], Figure]
 
     def show(self, console: Console) -> None:
@@ -62,7 +62,7 @@ class Preview:
             console.print(
                 Panel(
                     Text(plain_lines(verdict.text)),
-                    title=f"Verdict: {verdict.kind}",
+                    title=f"Judgement: {verdict.kind}",
                     title_align="left",
                     border_style=_COLOURS.get(verdict.kind, "blue"),
                 )
@@ -94,7 +94,7 @@ class Preview:
             write_whole(output.html, page)
 
 
-def _print(console: Console, section: Section) -> None:
+def _print(console: Console, section: PageSection) -> None:
     console.print(Text(plain(section.title), "bold"))
     for paragraph in section.paragraphs:
         console.print(Text(plain_lines(paragraph)))

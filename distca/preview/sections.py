@@ -11,7 +11,7 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from distca.simulator.comparison import BASELINES, Comparison
 from distca.simulator.disaggregated import DisaggregatedStep
-from distca.simulator.offline import PlannedBatch, what_bounds
+from distca.simulator.offline import OfflineBatch, what_bounds
 from distca.simulator.schedules import EVEN, IDLE_AWARE, ScheduleComparison, ScheduleTimes
 from distca.simulator.traffic import server_endpoints
 
@@ -20,7 +20,7 @@ _SHOWN_SERVERS = 16
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A heading, paragraphs and a table.
 
     Attributes:
@@ -62,7 +62,7 @@ def comparison_section(
     comparisons: Sequence[Comparison],
     notes: Sequence[str] = (),
     more: Sequence[Sequence[str]] = (),
-) -> Section:
+) -> PageSection:
     """Step times in all ways, in columns.
 
     Args:
@@ -81,14 +81,14 @@ def comparison_section(
         "GB moved a layer": lambda c: f"{c.disaggregated.moved_bytes / _GIGA:.2f}",
     }
     rows = [(name, *(value(c) for c in comparisons)) for name, value in values.items()]
-    return Section(title, (*notes, _METHODS), ("", *columns), [*more, *rows])
+    return PageSection(title, (*notes, _METHODS), ("", *columns), [*more, *rows])
 
 
 def _relative(name: str) -> Column:
     return lambda comparison: f"{relative_steps(comparison)[name]:.3f}"
 
 
-def plan_sections(batches: Sequence[PlannedBatch], notes: Sequence[str]) -> list[Section]:
+def plan_sections(batches: Sequence[OfflineBatch], notes: Sequence[str]) -> list[PageSection]:
     """The batches; of the first one, what bounds it, why the planner stopped, and its servers.
     ``notes``: what to know of all batches."""
     first = batches[0]
@@ -104,22 +104,22 @@ def plan_sections(batches: Sequence[PlannedBatch], notes: Sequence[str]) -> list
     columns = [f"batch {index}" for index in range(len(batches))]
     return [
         comparison_section("Batches", columns, [b.comparison for b in batches], notes, own),
-        Section("What bounds batch 0", (what_bounds(first),)),
-        Section(
+        PageSection("What bounds batch 0", (what_bounds(first),)),
+        PageSection(
             f"Why the planner ({plan.planner}) stopped, batch 0",
             (f"{plan.reason}. (Imbalances are of one layer, of the worst nano-batch.)",),
         ),
-        Section(_servers_title(first), (), *_server_table(first)),
+        PageSection(_servers_title(first), (), *_server_table(first)),
     ]
 
 
-def _servers_title(batch: PlannedBatch) -> str:
+def _servers_title(batch: OfflineBatch) -> str:
     n_servers = len(batch.plan.servers)
     which = f"the {_SHOWN_SERVERS} busiest of {n_servers}" if n_servers > _SHOWN_SERVERS else "all"
     return f"Servers of batch 0, {which} (one layer, forward + backward)"
 
 
-def _server_table(batch: PlannedBatch) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _server_table(batch: OfflineBatch) -> tuple[Sequence[str], list[Sequence[str]]]:
     head = (
         "server",
         "ms before",
@@ -152,7 +152,7 @@ def _server_table(batch: PlannedBatch) -> tuple[Sequence[str], list[Sequence[str
     return head, rows
 
 
-def _server_bytes(batch: PlannedBatch) -> tuple[Int64Array, Int64Array]:
+def _server_bytes(batch: OfflineBatch) -> tuple[Int64Array, Int64Array]:
     """``[n_servers]`` bytes into and out of each server's process in a layer."""
     at = server_endpoints(batch.plan)
     return batch.moved_bytes.sum(axis=0)[at], batch.moved_bytes.sum(axis=1)[at]
@@ -162,7 +162,7 @@ ScheduleValue = tuple[str, Callable[[ScheduleTimes], str]]
 """A row's name and what it shows of a schedule."""
 
 
-def schedule_section(comparison: ScheduleComparison) -> Section:
+def schedule_section(comparison: ScheduleComparison) -> PageSection:
     """Step times of every schedule, without disaggregation and with it; schedules in columns."""
     unit = comparison.balanced_1f1b_seconds
     values: list[ScheduleValue] = [
@@ -173,7 +173,7 @@ def schedule_section(comparison: ScheduleComparison) -> Section:
         *_pooled_values(IDLE_AWARE, unit),
         ("microbatches in flight", lambda t: f"{t.in_flight:g}"),
     ]
-    return Section(
+    return PageSection(
         f"Pipeline schedules on {comparison.n_gpus} GPUs",
         (
             f"Step time / 1F1B with perfectly equal microbatches ({unit:.3f} s). plain packing: "

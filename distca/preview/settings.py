@@ -1,27 +1,20 @@
-"""What the user may choose about previews; the fields are command-line options."""
+"""Options of previews; the fields are command-line options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
-from distca.simulator.fleet import Placement
-
-
-class Homes(StrEnum):
-    """Who gives documents their homes."""
-
-    PACKED = "packed"
-    PLANNED = "planned"
+from distca.contract.settings import Placement
+from distca.data.settings import Homes
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsSettings:
-    """Where document lengths come from."""
+    """The source of document lengths."""
 
     PANEL: ClassVar = "Documents"
 
@@ -57,7 +50,7 @@ class LengthsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSizes:
     """The model's shape: a preset, of which single numbers may be changed."""
 
     PANEL: ClassVar = "Model"
@@ -114,7 +107,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """How plans are made."""
+    """Options of planning."""
 
     PANEL: ClassVar = "Planner"
 
@@ -136,9 +129,8 @@ class PlannerSettings:
     byte_budget: Annotated[
         float | None,
         typer.Option(
-            help="Most bytes that a rank may send in a tick, in units of what its network carries "
-            "while the forward linear part of a nano-batch runs: 1.5 is a good value where CAD "
-            "waits for links. Default: no limit."
+            help="Most bytes of a rank in a tick, as a multiple of what its network carries during "
+            "a nano-batch's forward linear part. Default: no limit."
         ),
     ] = None
     nano_batches: Annotated[int, typer.Option(help="2 with ping-pong, 1 without.")] = 2
@@ -167,7 +159,7 @@ class FleetSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """Where the drawings go."""
+    """Files of the drawings."""
 
     PANEL: ClassVar = "Output"
 

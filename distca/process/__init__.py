@@ -1,1 +1,1 @@
-"""What every process does: metrics, traces, signals, and text of others made safe to show."""
+"""Common parts of every process: metrics, traces, signals, and text of others made safe."""

@@ -1,4 +1,4 @@
-"""What servers answer to ``grpc.health.v1``: whether they serve.
+"""Answers of servers to ``grpc.health.v1``.
 
 The servicers of the package ``grpcio-health-checking`` keep something for every name that a client
 watches, and write to a watcher while they hold what a change of status needs: a client that reads
@@ -22,7 +22,7 @@ OVERALL: Final = ""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Of a server on an event loop. NOT_SERVING until told otherwise; lives on that loop.
+    """The health of a server on an event loop: NOT_SERVING at first; it lives on that loop.
 
     Args:
         services: full names of what it answers for; :data:`OVERALL` besides. Others are NOT_FOUND.
@@ -36,7 +36,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     @property
     def serves(self) -> bool:
-        """Whether it answers SERVING; may be read from any thread."""
+        """True while it answers SERVING; any thread may read it."""
         return self._serves
 
     def serving(self) -> None:
@@ -82,7 +82,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class HealthCheck(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Of a server with threads: it is asked, and cannot be watched (UNIMPLEMENTED), since each
+    """The health of a server with threads: it cannot be watched (UNIMPLEMENTED), since each
     watcher would take a thread. It answers for the process as a whole.
 
     Attributes:

@@ -16,7 +16,7 @@ from distca.process.logs import logs_are_json
 logger = logging.getLogger(__name__)
 
 INTERRUPTED_EXIT_CODE = 130
-"""What shells report for a program that SIGINT ended."""
+"""The exit code by which shells report a program that SIGINT ended."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

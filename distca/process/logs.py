@@ -19,7 +19,7 @@ _PLACEHOLDER = re.compile(r"(?:\b(job|server|rank|step|epoch) )?%(?:\.\d+)?[sdrf
 
 
 class LogFormat(StrEnum):
-    """How a record is written to stderr."""
+    """The format of a record on stderr."""
 
     TEXT = "text"
     JSON = "json"
@@ -43,7 +43,7 @@ def start_logging(level: str, log_format: LogFormat, command: str) -> None:
 
 
 def logs_are_json() -> bool:
-    """Whether this process logs for programs."""
+    """Tests whether this process logs for programs."""
     return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
 
 
@@ -73,7 +73,7 @@ class JsonLines(JsonFormatter):
 
 
 def ids_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What the message of ``record`` is about: from "job %s: step %d ..." the job and the step. Of
+    """The ids in the message of ``record``: from "job %s: step %d ..." the job and the step. Of
     several of a kind, the first."""
     if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
         return {}

@@ -1,4 +1,4 @@
-"""What every process does for Prometheus: a registry, and ``/metrics`` over HTTP."""
+"""A registry for Prometheus, and ``/metrics`` over HTTP, of every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 PAIRS_PATH: Final = "/metrics/pairs"
-"""Where the series of every pair of processes are served."""
+"""The path of the series of every pair of processes."""
 
 LIVE_PATH: Final = "/livez"
 READY_PATH: Final = "/readyz"
@@ -54,7 +54,7 @@ def _always() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What is answered, with 200 or 503, to those who ask over HTTP whether a process serves:
+    """Answers over HTTP, 200 or 503, to those who ask whether a process serves:
     kubelets above all, which show no certificate.
 
     Attributes:
@@ -70,8 +70,8 @@ class Health:
 class MetricsEndpoint:
     """Serves a registry under ``/metrics``, from threads of its own, until it is closed.
 
-    Whoever connects and says nothing, or says it slowly, holds one of MAX_CONNECTIONS places, and
-    loses it when others want it.
+    A client that says nothing, or says it slowly, holds one of MAX_CONNECTIONS places, and loses it
+    when others want it.
 
     Args:
         host: address to listen on.

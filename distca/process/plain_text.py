@@ -10,7 +10,7 @@ import logging
 from typing import Final
 
 MAX_REASON_CHARACTERS: Final = 1000
-"""Of a reason that a member gives, in logs and in what others are told."""
+"""The longest reason of a member, in logs and in messages to others."""
 
 
 def plain(text: str, limit: int | None = None) -> str:

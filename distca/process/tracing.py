@@ -92,7 +92,7 @@ _traces: _Traces | None = None
 
 
 def enabled() -> bool:
-    """Whether spans are recorded; to be asked first where a span costs something to describe."""
+    """True if spans are recorded; to be asked first where a span costs something to describe."""
     return _traces is not None
 
 

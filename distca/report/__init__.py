@@ -1,1 +1,1 @@
-"""What a run did: its record as JSON, a table, figures and a self-contained HTML page."""
+"""The report of a run: its record as JSON, a table, figures and a self-contained HTML page."""

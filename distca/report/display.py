@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.text import Text
 
 from distca.process.plain_text import plain
-from distca.report.record import StepRecord
+from distca.report.record import TrainingStep
 
 LINE_INTERVAL_SECONDS = 5.0
 """Between two lines where there is no terminal."""
@@ -58,7 +58,7 @@ class TrainingDisplay:
         if self._console.is_terminal:
             self._live.stop()
 
-    def show(self, record: StepRecord) -> None:
+    def show(self, record: TrainingStep) -> None:
         """Shows a finished step, or one again whose measurements have arrived."""
         if record.measured_imbalance is not None:
             self._measured = record.measured_imbalance
@@ -71,7 +71,7 @@ class TrainingDisplay:
             text = f"{self._title} step {record.step + 1}/{self._total} {figures}"
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _is_due(self, record: StepRecord) -> bool:
+    def _is_due(self, record: TrainingStep) -> bool:
         now = time.monotonic()
         last_step = record.step + 1 == self._total
         if record.step <= self._last_line_step or (
@@ -81,7 +81,7 @@ class TrainingDisplay:
         self._last_line_at, self._last_line_step = now, record.step
         return True
 
-    def _in_words(self, record: StepRecord) -> str:
+    def _in_words(self, record: TrainingStep) -> str:
         parts = [
             f"loss {record.loss:.3f}",
             f"{record.tokens / record.step_seconds:,.0f} tokens/s",

@@ -1,4 +1,4 @@
-"""How the HTML pages of reports and previews are made from their templates."""
+"""The template environment of the HTML pages of reports and previews."""
 
 from __future__ import annotations
 

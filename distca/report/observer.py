@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from distca.contract import rpc
 from distca.report.measurements import StepMeasurements, tick_imbalance
-from distca.report.record import StepDetail, StepRecord, TimelineEvent
+from distca.report.record import StepDetail, TimelineEvent, TrainingStep
 from distca.report.step_log import StepLog
 from distca.report.summary import WARMUP_STEPS
 from distca.v1 import jobs_pb2
@@ -27,7 +27,7 @@ _RETRY_SECONDS = 0.1
 class _Pending:
     """A step whose measurements are not complete."""
 
-    record: StepRecord
+    record: TrainingStep
     timeline: Sequence[TimelineEvent]
 
 
@@ -46,7 +46,7 @@ class Observer:
         fetch_step: Callable[[int], jobs_pb2.GetStepResponse],
         log: StepLog,
         n_layers: int,
-        show: Callable[[StepRecord], None],
+        show: Callable[[TrainingStep], None],
     ) -> None:
         self._fetch_step = fetch_step
         self._log = log
@@ -58,7 +58,7 @@ class Observer:
         self.detail: StepDetail | None = None
         """The step that was most unbalanced at home, first steps left out where others are."""
 
-    def step_done(self, record: StepRecord, timeline: Sequence[TimelineEvent]) -> None:
+    def step_done(self, record: TrainingStep, timeline: Sequence[TimelineEvent]) -> None:
         """Notes a finished step, and what has become known about those before it."""
         self._steps_seen += 1
         earlier = len(self._pending)
@@ -103,7 +103,7 @@ class Observer:
             self._write(pending.record)
         return measured is not None
 
-    def _write(self, record: StepRecord) -> None:
+    def _write(self, record: TrainingStep) -> None:
         self._log.append(record)
         self._show(record)
 

@@ -1,4 +1,4 @@
-"""What a run left in its folder, said in the terminal."""
+"""The outcome of a run, shown in the terminal."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def readable_timeline(trace: Iterable[TraceEvent]) -> list[TimelineEvent]:
 def _forward_compute(
     turns: Sequence[TraceEvent], calls: Sequence[TraceEvent]
 ) -> Iterator[TimelineEvent]:
-    """What is left of each turn when its sends and waits are taken out."""
+    """The rest of each turn when its sends and waits are taken out."""
     for turn in turns:
         begin = turn.begin_seconds
         inside = [
@@ -54,7 +54,7 @@ def _forward_compute(
 def _backward_compute(
     turns: Sequence[TraceEvent], calls: Sequence[TraceEvent]
 ) -> Iterator[TimelineEvent]:
-    """What lies between the calls of the backward pass."""
+    """The stretches between the calls of the backward pass."""
     backward = [call for call in calls if call.detail.endswith(Phase.BACKWARD)]
     end_of_forward = max((turn.end_seconds for turn in turns), default=None)
     before = [call.end_seconds for call in calls if not call.detail.endswith(Phase.BACKWARD)]

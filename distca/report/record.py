@@ -21,7 +21,7 @@ RECORD_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class TrainingStep:
     """One training step.
 
     An imbalance is the busy seconds of the slowest server in each tick over the mean of all
@@ -53,14 +53,14 @@ class StepRecord:
     plan_seconds: float | None = None
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> StepRecord:
+    def from_json(cls, line: str | bytes) -> TrainingStep:
         """Reads a line of a step log, see :mod:`distca.report.step_log`.
 
         Raises:
             RunFolderError: it is no step.
         """
         try:
-            step: StepRecord = _read(cls, json.loads(line))
+            step: TrainingStep = _read(cls, json.loads(line))
         except (AttributeError, RecursionError, TypeError, ValueError) as error:
             raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
         return step
@@ -163,7 +163,7 @@ class RunRecord:
     n_ranks: int
     n_nano_batches: int
     tokens_per_rank: int
-    steps: tuple[StepRecord, ...]
+    steps: tuple[TrainingStep, ...]
     detail: StepDetail | None = None
     verification: Verification | None = None
     device: str = "cpu"

@@ -1,4 +1,4 @@
-"""The steps of a run as JSON lines, written as they happen and followed by whoever shows them."""
+"""The steps of a run as JSON lines, written as they happen and followed by those who show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core_attention.whole_file import write_whole
 from distca.errors import RunFolderError
-from distca.report.record import StepRecord
+from distca.report.record import TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class StepLog:
         self._unwritten = ""
         self._fails = False
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: TrainingStep) -> None:
         """Adds ``record`` as one line; that it cannot be written is a warning, once."""
         self._unwritten += json.dumps(asdict(record)) + "\n"
         try:
@@ -48,7 +48,7 @@ class StepLog:
             self._unwritten = ""
             self._fails = False
 
-    def read(self) -> tuple[StepRecord, ...]:
+    def read(self) -> tuple[TrainingStep, ...]:
         """All steps, in order; a last line that is not yet whole is left out."""
         written = self._path.read_bytes() if self._path.exists() else b""
         whole = (written + self._unwritten.encode()).rpartition(b"\n")[0]
@@ -61,13 +61,13 @@ class StepLog:
         write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
 
 
-def _records(path: Path, lines: bytes) -> list[StepRecord]:
+def _records(path: Path, lines: bytes) -> list[TrainingStep]:
     """
     Raises:
         RunFolderError: a line is no step; names ``path``, where the lines are from.
     """
     try:
-        return [StepRecord.from_json(line) for line in lines.splitlines()]
+        return [TrainingStep.from_json(line) for line in lines.splitlines()]
     except RunFolderError as error:
         raise RunFolderError(
             f"{path}: {error}; a write was cut off or somebody has edited it: remove that line, "
@@ -104,11 +104,11 @@ class StepTail:
         self._path = path
         self._inode = 0
         self._position = 0
-        self._newest: dict[int, StepRecord] = {}
+        self._newest: dict[int, TrainingStep] = {}
         if from_end:
             self.new_steps()
 
-    def new_steps(self) -> list[StepRecord]:
+    def new_steps(self) -> list[TrainingStep]:
         """The lines that were completed since the last call; of a log that was replaced, those that
         it did not have before.
         """
@@ -118,7 +118,7 @@ class StepTail:
             return []
         with file:
             inode = os.fstat(file.fileno()).st_ino
-            known: dict[int, StepRecord] = {}
+            known: dict[int, TrainingStep] = {}
             if inode != self._inode:
                 self._inode, self._position = inode, 0
                 known, self._newest = self._newest, {}

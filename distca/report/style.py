@@ -21,7 +21,7 @@ INK = "#222222"
 LIGHT_SKY = "#A9D8F5"
 
 SPARE = [VERMILION, SKY, INK]
-"""For kinds of things that have no colour of their own."""
+"""Colours of kinds of things that have none of their own."""
 
 # Typed as Any because matplotlib's stubs want a literal of every name it knows.
 _SETTINGS: Any = {

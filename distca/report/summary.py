@@ -93,7 +93,7 @@ def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _plain_packing(detail: StepDetail) -> str:
-    """What the slowest rank would have computed, against the slowest server. The estimate is the
+    """Compares the slowest rank without planning with the slowest server. The estimate is the
     plan's: shares by the cost profiles, of all seconds that were measured, if they were."""
     expected, measured = sum(detail.planned_seconds), sum(detail.measured_seconds)
     scale = measured / expected if measured and expected else 1.0

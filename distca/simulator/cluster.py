@@ -70,12 +70,12 @@ class ClusterSpec:
 
     @property
     def rank_bandwidth_bytes_per_second(self) -> float:
-        """Of a rank's network links together, in each direction."""
+        """Bandwidth of a rank's network links together, in each direction."""
         return self.gpu_bandwidth_bytes_per_second * self.tensor_parallel
 
     @property
     def rank_host_bandwidth_bytes_per_second(self) -> float:
-        """Of a rank's links inside its host together, in each direction."""
+        """Bandwidth of a rank's links inside its host together, in each direction."""
         return self.host_bandwidth_bytes_per_second * self.tensor_parallel
 
     def host_of(self, rank: int) -> str:

@@ -20,10 +20,11 @@ from core_attention.manifest import Manifest
 from core_attention.plan import Plan, level_seconds
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 from core_attention.schedule_orders import Order, same_phase
+from distca.contract.settings import Placement
 from distca.simulator.errors import InputError, require_not_negative
-from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.fleet import build_servers
 from distca.simulator.packing import pack_in_order, take_steps
-from distca.simulator.ping_pong import NanoBatchTimes, Transfer, exposed_seconds, stack_seconds
+from distca.simulator.ping_pong import NanoBatchTimes, PortTransfer, exposed_seconds, stack_seconds
 from distca.simulator.setup import Setup, stage_layers
 from distca.simulator.traffic import (
     Messages,
@@ -41,7 +42,7 @@ Packer = Callable[[Int64Array, int, int, int], Manifest]
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How disaggregation is run.
+    """A way to run disaggregation.
 
     Attributes:
         planner: makes the plan of every tick.
@@ -114,7 +115,7 @@ class TickTime:
 
 @dataclass(frozen=True, eq=False)
 class SlotWork:
-    """What runs side by side in one nano-batch of one layer, endpoint by endpoint.
+    """The work side by side in one nano-batch of one layer, endpoint by endpoint.
 
     Attributes:
         linear_seconds: ``[n_endpoints]``.
@@ -181,9 +182,9 @@ def nano_batch_times(setup: Setup, work: SlotWork) -> NanoBatchTimes:
     """The parts of one nano-batch in one layer."""
     return NanoBatchTimes(
         work.linear_seconds,
-        Transfer.of(work.request, setup.cluster),
+        PortTransfer.of(work.request, setup.cluster),
         work.attention_seconds,
-        Transfer.of(work.reply, setup.cluster),
+        PortTransfer.of(work.reply, setup.cluster),
     )
 
 
@@ -268,7 +269,7 @@ def disaggregated_step(
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of one value a batch."""
+    """The mean of one value a batch."""
     return float(np.mean(list(values)))
 
 
@@ -301,7 +302,7 @@ def _slot_works(
     servers: Sequence[PlanningServer],
     method: Method,
 ) -> list[SlotWork]:
-    """What runs in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of all
+    """The work in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of all
     kinds of actions, one after the other, backwards first, whose pieces are the larger ones; each
     fills up what the ones before left."""
     nano_batches = range(method.n_nano_batches)

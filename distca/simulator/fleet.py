@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from control_plane.planner.planning import PlanningServer
 from core_attention.cost_model import CostProfile
 from core_attention.plan import PlanServer
+from distca.contract.settings import Placement
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.errors import InputError, require_count
-
-
-class Placement(StrEnum):
-    """Where attention servers run."""
-
-    IN_PLACE = "in-place"
-    POOL = "pool"
-    MIXED = "mixed"
 
 
 def build_servers(

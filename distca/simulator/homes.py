@@ -1,4 +1,4 @@
-"""Who gives documents their homes: plain packing, or the planner, so that the fewest bytes move."""
+"""Homes of documents by the planner, so that the fewest bytes move."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ UPSAMPLED_FROM_TOKENS = 64 * 1024
 """Documents of this length and more are drawn twice as often as the table says."""
 
 _MOST_TOKENS = 2**63 - 1
-"""Of int64."""
+"""The most that int64 holds."""
 
 
 def sample_lengths(name: str, total_tokens: int, max_length: int, seed: int) -> Int64Array:

@@ -10,6 +10,7 @@ import numpy as np
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan, imbalance
+from distca.contract.settings import Placement
 from distca.simulator.comparison import Comparison, compare, mean_comparison
 from distca.simulator.disaggregated import (
     DisaggregatedStep,
@@ -21,19 +22,19 @@ from distca.simulator.disaggregated import (
     planning_options,
     tick_time,
 )
-from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.fleet import build_servers
 from distca.simulator.packing import as_trained
 from distca.simulator.repacking import bins_in_order
 from distca.simulator.setup import Setup
 from distca.simulator.traffic import count_endpoints, exchange
-from distca.simulator.verdict import Kind, Network, Remedy, Verdict, judge, kind_of
+from distca.simulator.verdict import Judgement, Network, Remedy, Worth, judge, kind_of
 
 SLOWEST_NETWORK, FASTEST_NETWORK = 1e8, 1e13
 """Bytes/s of one GPU between which the network that pays is looked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedBatch:
+class OfflineBatch:
     """One batch under its plan.
 
     Attributes:
@@ -77,7 +78,7 @@ def plan_batch(
     method: Method,
     placement: Placement = Placement.IN_PLACE,
     n_pool_servers: int = 0,
-) -> PlannedBatch:
+) -> OfflineBatch:
     """Plans one batch of ``setup.step_tokens`` tokens, without pipeline stages."""
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
@@ -94,7 +95,7 @@ def plan_batch(
         for phase in Phase
         for k in range(method.n_nano_batches)
     ]
-    return PlannedBatch(
+    return OfflineBatch(
         setup=setup,
         plan=plan,
         works=works,
@@ -122,12 +123,12 @@ def compare_batches(setup: Setup, batches: Sequence[Int64Array], method: Method)
 
 
 def judge_batches(
-    batches: Sequence[PlannedBatch], remedies: Sequence[Remedy] = tuple(Remedy)
-) -> Verdict:
+    batches: Sequence[OfflineBatch], remedies: Sequence[Remedy] = tuple(Remedy)
+) -> Judgement:
     """The verdict on one or more batches. ``remedies``: those that are not in use yet."""
     found = mean_comparison([batch.comparison for batch in batches])
     network = None
-    if kind_of(found) in (Kind.SLOWER, Kind.LINKS_TOO_SLOW, Kind.GAIN):
+    if kind_of(found) in (Worth.SLOWER, Worth.LINKS_TOO_SLOW, Worth.GAIN):
         here = batches[0].setup.cluster.gpu_bandwidth_bytes_per_second
         network = Network(here, _pays_from(batches))
     return judge(found, remedies, network)
@@ -143,12 +144,12 @@ def _step(setup: Setup, works: dict[Phase, list[SlotWork]]) -> DisaggregatedStep
     )
 
 
-def _pays_from(batches: Sequence[PlannedBatch]) -> float | None:
+def _pays_from(batches: Sequence[OfflineBatch]) -> float | None:
     """The slowest network, in bytes/s of a GPU, on which the same plans are a gain, to 2%."""
 
     def pays(bandwidth: float) -> bool:
         changed = mean_comparison([batch.on_network(bandwidth) for batch in batches])
-        return kind_of(changed) is Kind.GAIN
+        return kind_of(changed) is Worth.GAIN
 
     too_slow, fast = SLOWEST_NETWORK, FASTEST_NETWORK
     if not pays(fast):
@@ -159,7 +160,7 @@ def _pays_from(batches: Sequence[PlannedBatch]) -> float | None:
     return fast
 
 
-def what_bounds(batch: PlannedBatch) -> str:
+def what_bounds(batch: OfflineBatch) -> str:
     """Describes what a step under the plan waits for."""
     waits = batch.comparison.exposed_share
     sent = batch.moved_bytes.sum(axis=1)

@@ -151,7 +151,7 @@ def pack_and_cut(
 
 
 def rank_manifests(manifest: Manifest) -> list[RankManifest]:
-    """What each rank would hand in of ``manifest``; :meth:`Manifest.merge` undoes it."""
+    """Divides ``manifest`` by ranks; :meth:`Manifest.merge` undoes it."""
     nano_batch = manifest.document_nano_batch[manifest.segment_document]
     in_packed_order = np.lexsort((manifest.segment_row, nano_batch, manifest.segment_rank))
     packed: list[list[list[Segment]]] = [

@@ -32,7 +32,7 @@ LINEAR, ATTENTION = "linear", "attention"
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class PortTransfer:
     """The messages of one direction of an exchange, as seconds of ports.
 
     Attributes:
@@ -46,7 +46,7 @@ class Transfer:
     in_seconds: Float64Array
 
     @classmethod
-    def of(cls, messages: Messages, cluster: ClusterSpec) -> Transfer:
+    def of(cls, messages: Messages, cluster: ClusterSpec) -> PortTransfer:
         """The transfer of ``messages`` over the links of ``cluster``."""
         ports = port_seconds(messages, cluster)
         return cls(messages.source, messages.destination, ports[:, 0], ports[:, 1])
@@ -70,9 +70,9 @@ class NanoBatchTimes:
     """
 
     linear_seconds: Float64Array
-    request: Transfer
+    request: PortTransfer
     attention_seconds: Float64Array
-    reply: Transfer
+    reply: PortTransfer
 
 
 def stack_seconds(nano_batches: tuple[NanoBatchTimes, ...], n_layers: int) -> float:
@@ -133,13 +133,13 @@ def exposed_seconds(nano_batches: tuple[NanoBatchTimes, ...], n_layers: int) -> 
     return stack_seconds(nano_batches, n_layers) - stack_seconds(instant, n_layers)
 
 
-def _instant(transfer: Transfer) -> Transfer:
+def _instant(transfer: PortTransfer) -> PortTransfer:
     nothing = np.zeros_like(transfer.out_seconds)
     return replace(transfer, out_seconds=nothing, in_seconds=nothing)
 
 
 def _deliver(
-    transfer: Transfer, ready: Float64Array, out_free: Float64Array, in_free: Float64Array
+    transfer: PortTransfer, ready: Float64Array, out_free: Float64Array, in_free: Float64Array
 ) -> Float64Array:
     """Sends what is ``ready`` at its sources; moves ``out_free`` and ``in_free`` on.
 

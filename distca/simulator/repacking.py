@@ -32,7 +32,7 @@ class Bins:
     backward_seconds: Float64Array
 
     def most_seconds(self, linear_seconds_per_token: float) -> float:
-        """Of the fullest bin, with its linear layers."""
+        """Seconds of the fullest bin, with its linear layers."""
         linear = self.tokens * linear_seconds_per_token
         return float(np.max(linear + self.forward_seconds + self.backward_seconds))
 

@@ -22,9 +22,9 @@ from distca.simulator.setup import Setup, stage_layers
 from distca.simulator.verdict import (
     EXPOSED_TOO_MUCH,
     WORTH_MENTIONING,
-    Kind,
+    Judgement,
     Remedy,
-    Verdict,
+    Worth,
     shorter_wait,
 )
 
@@ -150,8 +150,8 @@ def _times(
 
 def judge_schedules(
     comparison: ScheduleComparison, remedies: Sequence[Remedy] = tuple(Remedy)
-) -> Verdict:
-    """Which schedule to run on that many GPUs, and what disaggregation gains over the strongest one
+) -> Judgement:
+    """The verdict on schedules for that many GPUs, and on disaggregation against the strongest one
     without it; both within the limit on microbatches in flight.
 
     Args:
@@ -162,13 +162,13 @@ def judge_schedules(
     return replace(verdict, text=f"On {comparison.n_gpus} GPUs: {verdict.text}")
 
 
-def _judge(comparison: ScheduleComparison, remedies: Sequence[Remedy]) -> Verdict:
+def _judge(comparison: ScheduleComparison, remedies: Sequence[Remedy]) -> Judgement:
     limit = comparison.in_flight_limit
     fits = [times for times in comparison.times if times.in_flight <= limit]
     if not fits:
         least = min(comparison.times, key=lambda times: times.in_flight)
-        return Verdict(
-            Kind.NOTHING_TO_GAIN,
+        return Judgement(
+            Worth.NOTHING_TO_GAIN,
             f"No schedule keeps at most {limit:g} microbatches in flight; {least.name} keeps the "
             f"fewest, {least.in_flight:g}. Allow more (--in-flight), or use fewer stages.",
         )
@@ -195,13 +195,13 @@ def _judge(comparison: ScheduleComparison, remedies: Sequence[Remedy]) -> Verdic
     if gain < WORTH_MENTIONING:
         could_gain = packings[rival] / _unexposed_seconds(fits) >= WORTH_MENTIONING
         if could_gain and waits > WORTH_MENTIONING - 1:
-            return Verdict(
-                Kind.LINKS_TOO_SLOW,
+            return Judgement(
+                Worth.LINKS_TOO_SLOW,
                 f"The links hold CAD back with these pipelines: at best {against} {links} With "
                 f"these links, run {rival}.",
             )
         text = f"Nothing to gain from CAD with these pipelines: at best {against}"
-        return Verdict(Kind.NOTHING_TO_GAIN, f"{text} Run {rival}.")
+        return Judgement(Worth.NOTHING_TO_GAIN, f"{text} Run {rival}.")
     run = (
         f"Run schedule {chosen.name} with {spread} plans: {against} It keeps up to "
         f"{chosen.in_flight:g} microbatches in flight of {limit:g} allowed."
@@ -214,8 +214,8 @@ def _judge(comparison: ScheduleComparison, remedies: Sequence[Remedy]) -> Verdic
             f"be {best.seconds / other.seconds:.2f}x faster."
         )
     if waits > EXPOSED_TOO_MUCH:
-        return Verdict(Kind.LINKS_TOO_SLOW, f"{run} {links}")
-    return Verdict(Kind.GAIN, run)
+        return Judgement(Worth.LINKS_TOO_SLOW, f"{run} {links}")
+    return Judgement(Worth.GAIN, run)
 
 
 def _fastest(times: Sequence[ScheduleTimes]) -> tuple[ScheduleTimes, str]:

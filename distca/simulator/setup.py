@@ -1,4 +1,4 @@
-"""What is simulated: a model on a cluster, its parallelism, and the seconds of its parts."""
+"""The subject of a simulation: a model on a cluster, its parallelism, the seconds of its parts."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class TickMessages:
     """The messages of one tick, in one layer: homes to servers, and back."""
 
     request: Messages
@@ -79,7 +79,7 @@ def count_endpoints(plan: Plan) -> int:
     return plan.manifest.n_ranks + in_pool
 
 
-def exchange(plan: Plan, shape: AttentionShape, phase: Phase, nano_batch: int) -> Exchange:
+def exchange(plan: Plan, shape: AttentionShape, phase: Phase, nano_batch: int) -> TickMessages:
     """The messages that trainers and servers would exchange, from the routes that they derive.
 
     What stays on its home is no message.
@@ -93,7 +93,7 @@ def exchange(plan: Plan, shape: AttentionShape, phase: Phase, nano_batch: int) -
             requests.append((rank, there, request_layout(route, shape, phase).nbytes))
             replies.append((there, rank, reply_layout(route, shape, phase).nbytes))
     size = count_endpoints(plan)
-    return Exchange(_messages(requests, size), _messages(replies, size))
+    return TickMessages(_messages(requests, size), _messages(replies, size))
 
 
 def _messages(rows: list[tuple[int, int, int]], n_endpoints: int) -> Messages:

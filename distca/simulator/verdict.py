@@ -21,8 +21,8 @@ SLOWER_THAN = 0.995
 _GIGA = 1e9
 
 
-class Kind(StrEnum):
-    """What the verdict amounts to."""
+class Worth(StrEnum):
+    """The kinds of verdicts."""
 
     ONE_SERVER = "one server"
     SLOWER = "slower than plain packing"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 class Remedy(StrEnum):
-    """What shortens the wait for communication, most useful first."""
+    """Ways to shorten the wait for communication, most useful first."""
 
     PLANNED_HOMES = "planned homes (--homes planned)"
     BYTE_BUDGET = "a byte budget (--byte-budget 1.5)"
@@ -55,10 +55,10 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """A verdict in one word and in a few sentences."""
 
-    kind: Kind
+    kind: Worth
     text: str
 
 
@@ -66,7 +66,7 @@ def judge(
     found: Comparison,
     remedies: Sequence[Remedy] = tuple(Remedy),
     network: Network | None = None,
-) -> Verdict:
+) -> Judgement:
     """The verdict on a comparison.
 
     Args:
@@ -76,50 +76,50 @@ def judge(
     """
     kind = kind_of(found)
     sentences = {
-        Kind.ONE_SERVER: _one_server,
-        Kind.SLOWER: _slower,
-        Kind.NOTHING_TO_GAIN: _nothing_to_gain,
-        Kind.LITTLE_TO_GAIN: _little_to_gain,
-        Kind.LINKS_TOO_SLOW: _links_too_slow,
-        Kind.GAIN: _gain,
+        Worth.ONE_SERVER: _one_server,
+        Worth.SLOWER: _slower,
+        Worth.NOTHING_TO_GAIN: _nothing_to_gain,
+        Worth.LITTLE_TO_GAIN: _little_to_gain,
+        Worth.LINKS_TOO_SLOW: _links_too_slow,
+        Worth.GAIN: _gain,
     }
     text = sentences[kind](found)
-    waits = kind is Kind.SLOWER and found.exposed_share > WORTH_MENTIONING - 1
-    if waits or kind is Kind.LINKS_TOO_SLOW:
+    waits = kind is Worth.SLOWER and found.exposed_share > WORTH_MENTIONING - 1
+    if waits or kind is Worth.LINKS_TOO_SLOW:
         # Where no network pays, faster links are no remedy.
         nowhere = network is not None and network.pays_from is None
         useful = [each for each in remedies if not (nowhere and each is Remedy.FASTER_LINKS)]
         text += f" {shorter_wait(useful)}" if useful else ""
-    return Verdict(kind, text + _where_it_pays(network))
+    return Judgement(kind, text + _where_it_pays(network))
 
 
 def judge_sizes(
     sizes: Sequence[Comparison], remedies: Sequence[Remedy] = tuple(Remedy)
-) -> list[Verdict]:
+) -> list[Judgement]:
     """A verdict on each number of GPUs, which it names."""
     verdicts = [judge(found, remedies) for found in sizes]
     return [
-        Verdict(verdict.kind, f"On {found.n_gpus} GPUs: {verdict.text}")
+        Judgement(verdict.kind, f"On {found.n_gpus} GPUs: {verdict.text}")
         for found, verdict in zip(sizes, verdicts, strict=True)
     ]
 
 
-def kind_of(found: Comparison) -> Kind:
+def kind_of(found: Comparison) -> Worth:
     """The kind of a verdict: by speeds alone. There is nothing to gain where nothing that was
     compared, not even without waiting for communication, is faster than whole documents."""
     if found.n_servers == 1:
-        return Kind.ONE_SERVER
+        return Worth.ONE_SERVER
     step, others = found.disaggregated, found.baseline_seconds
     fastest = min(step.seconds - step.exposed_seconds, others[SHARED], others[HIDDEN])
     if found.whole_seconds / fastest < WORTH_MENTIONING:
-        return Kind.NOTHING_TO_GAIN
+        return Worth.NOTHING_TO_GAIN
     if found.speedup(PLAIN) < SLOWER_THAN:
-        return Kind.SLOWER
+        return Worth.SLOWER
     if found.exposed_share > EXPOSED_TOO_MUCH:
-        return Kind.LINKS_TOO_SLOW
+        return Worth.LINKS_TOO_SLOW
     if found.whole_seconds / step.seconds < WORTH_MENTIONING:
-        return Kind.LITTLE_TO_GAIN
-    return Kind.GAIN
+        return Worth.LITTLE_TO_GAIN
+    return Worth.GAIN
 
 
 def shorter_wait(remedies: Sequence[Remedy]) -> str:

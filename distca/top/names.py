@@ -1,4 +1,4 @@
-"""Names in little room: what they have in common goes, what tells them apart stays."""
+"""Names in little room: their differences stay, what they have in common goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ELLIPSIS = "…"
 
 
 def short_names(names: Sequence[str], width: int) -> list[str]:
-    """``names`` in at most ``width`` characters each, where that tells different ones apart.
+    """Shortens ``names`` to ``width`` characters each, where different ones stay different.
 
     Names that fit all stay as they are. Else what all begin with, and what all end with, becomes an
     ellipsis, a word at a time; and of what is then still too long the end stays, where names of

@@ -23,7 +23,7 @@ from distca.v1 import cluster_pb2, cluster_pb2_grpc
 
 _RETRY_SECONDS = 1.0
 _POLL_SECONDS = 0.1
-"""How soon a wait notices Ctrl-C."""
+"""The interval at which a wait looks for Ctrl-C."""
 
 
 class TooFewServersError(DistcaError):

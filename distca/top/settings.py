@@ -1,4 +1,4 @@
-"""What to show of a cluster; the fields are command-line options."""
+"""Options of the live view; the fields are command-line options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distca.contract.checks import check_least
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What to show, and how long to wait for it."""
+    """Options of the view, and how long to wait for it."""
 
     interval_seconds: Annotated[float, typer.Option(help="Between two looks.")] = 2.0
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False

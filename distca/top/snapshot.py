@@ -1,4 +1,4 @@
-"""What a control plane tells of its cluster at one moment."""
+"""A control plane's view of its cluster at one moment."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ class Snapshot:
 
     @property
     def moved_bytes_per_second(self) -> float:
-        """Of all servers; each transfer between two of them counts at both."""
+        """The traffic of all servers; each transfer between two of them counts at both."""
         return sum(server.moved_bytes_per_second for server in self.servers)
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts: the fields as they are named here, and the sums beside them."""
+        """A dictionary for scripts: the fields by their names here, and the sums beside them."""
         return {
             **dataclasses.asdict(self),
             "n_serving": self.n_serving,

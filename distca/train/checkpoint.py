@@ -34,7 +34,7 @@ _EARLIER = "earlier"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is needed to go on after ``steps_done`` steps.
+    """The state of training after ``steps_done`` steps.
 
     Attributes:
         steps_done: steps that the weights have seen.
@@ -187,7 +187,7 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
 
 
 _OF_PICKLES = (pickle.UnpicklingError, LookupError, AttributeError)
-"""What reading a pickle that was cut or changed raises, besides errors of values."""
+"""Errors of reading a pickle that was cut or changed, besides errors of values."""
 
 
 def _check_kinds(checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""Which device a trainer computes on."""
+"""The device of a trainer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def choose_device(name: DeviceName, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= n_devices:
         raise SettingsError(
-            f"trainer {local_rank} of this host (LOCAL_RANK) asks for CUDA device {local_rank}, "
-            f"and there are {n_devices}; start as many trainers a host as it has GPUs, or give "
-            "--device cpu"
+            f"LOCAL_RANK {local_rank} asks for CUDA device {local_rank}, and there are "
+            f"{n_devices}; start one trainer a GPU, or give --device cpu"
         )
     device = torch.device("cuda", local_rank)
     # First, since the allocator may read its settings when the device is made current.

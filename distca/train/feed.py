@@ -53,7 +53,7 @@ class Feed:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the batches depend on besides the seed, for comparison with other ranks and runs."""
+        """Everything but the seed that batches depend on, to compare with other ranks and runs."""
         return {
             "documents": fingerprint(self.corpus),
             "ranks": self.shape.n_ranks,
@@ -72,7 +72,7 @@ class Feed:
         return f"{self.corpus.source}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens"
 
     def packed(self, step: int) -> PackedStep:
-        """What all ranks hold in ``step``.
+        """The documents of all ranks in ``step``.
 
         Raises:
             DataError: it holds nothing to predict.

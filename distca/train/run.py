@@ -26,14 +26,14 @@ from distca.contract.settings import (
     values_of,
 )
 from distca.data.packing import BatchShape, PackedStep
-from distca.data.settings import DataSettings
+from distca.data.settings import DataSettings, Homes
 from distca.errors import VerificationError
 from distca.process.interrupt import StopRequest
 from distca.report.display import TrainingDisplay
 from distca.report.observer import Observer
 from distca.report.page import write_report
 from distca.report.readable_timeline import readable_timeline
-from distca.report.record import RunRecord, StepRecord
+from distca.report.record import RunRecord, TrainingStep
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder, list_checkpoints
 from distca.train.checkpoint import (
@@ -52,7 +52,6 @@ from distca.train.feed import Feed
 from distca.train.model import build_model, check_packed, describe_model, model_config
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
-    Homes,
     ModelSettings,
     PlanSettings,
     ServiceSettings,
@@ -63,7 +62,6 @@ from distca.train.settings import (
 from distca.train.trainer import Trainer
 from distca.train.verify import Verifier
 from trainer_client import Session, SessionOptions
-from trainer_client.options import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +196,7 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
 def _session_options(
     run: TrainerRun, model: PreTrainedModel, device: torch.device
 ) -> SessionOptions:
-    """How this rank joins the job, which is named for the run."""
+    """The options by which this rank joins the job, which has the run's name."""
     dtype = getattr(torch, run.model.dtype)
     with torch.autocast(device.type, dtype, enabled=model.dtype != dtype):
         return SessionOptions.for_model(
@@ -208,7 +206,7 @@ def _session_options(
             rank=run.ranks.rank,
             n_ranks=run.ranks.n_ranks,
             n_nano_batches=run.training.nano_batches,
-            placement=Placement(run.service.placement),
+            placement=run.service.placement,
             # Gathering sharded weights keeps the ranks together.
             kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
             data_host=run.service.rows_host,
@@ -289,7 +287,7 @@ class _Loop:
         return done >= self._run.training.steps
 
     def record(self, began: str, *, finished: bool) -> RunRecord:
-        """What is known of the run; complete on rank 0 only."""
+        """The record of the run; complete on rank 0 only."""
         run = self._run
         return RunRecord(
             name=self._folder.name,
@@ -325,7 +323,7 @@ class _Loop:
         norm = self._trainer.update(step)
         seconds = ran_seconds + time.perf_counter() - began
         if self._rank == 0:
-            record = StepRecord(
+            record = TrainingStep(
                 step=step,
                 loss=result.loss,
                 gradient_norm=norm,
@@ -370,7 +368,7 @@ class _Loop:
 
 
 def _agree_to_stop(stop: StopRequest) -> bool:
-    """Whether any rank was asked to stop: then all stop after the same step."""
+    """Lets all ranks stop after the same step once any of them was asked to."""
     (asked,) = sum_over_ranks(float(stop.requested))
     return asked > 0
 

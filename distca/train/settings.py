@@ -1,4 +1,4 @@
-"""What the user may choose about model, training and service; the fields are command-line options.
+"""Options of model, training and service; the fields are command-line options.
 
 Importing this module is cheap: the command line needs it for ``--help``.
 """
@@ -23,9 +23,9 @@ from distca.contract.checks import (
     check_seconds,
 )
 from distca.contract.identity import check_name
-from distca.contract.settings import PlanRequest, RankTimeouts
+from distca.contract.settings import Placement, PlanRequest, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
-from distca.data.settings import DataSettings
+from distca.data.settings import DataSettings, Homes
 from distca.errors import SettingsError
 
 _TRAINING = "Training"
@@ -38,16 +38,8 @@ class Precision(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class PlacementName(StrEnum):
-    """Where core attention runs."""
-
-    POOL = "pool"
-    IN_PLACE = "in-place"
-    MIXED = "mixed"
-
-
 class DeviceName(StrEnum):
-    """What a trainer computes on."""
+    """The kinds of devices of a trainer."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -55,7 +47,7 @@ class DeviceName(StrEnum):
 
 
 class Sharding(StrEnum):
-    """How weights, gradients and optimiser are kept."""
+    """Ways to keep weights, gradients and optimiser."""
 
     REPLICATED = "replicated"
     FSDP = "fsdp"
@@ -65,13 +57,6 @@ class Preset(StrEnum):
     """Models whose sizes are known by name; their weights are random."""
 
     LLAMA_3_8B = "llama-3-8b"
-
-
-class Homes(StrEnum):
-    """Which rank holds which tokens of a step."""
-
-    PACKED = "packed"
-    PLANNED = "planned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +103,7 @@ class ModelSettings:
 
     @property
     def default_learning_rate(self) -> float:
-        """What suits the small Llama diverges on models of the size that others train."""
+        """The default learning rate: the small Llama's diverges on larger models."""
         is_small = self.model_preset is None and self.model_config is None
         return 3e-3 if is_small else 3e-4
 
@@ -226,7 +211,7 @@ class TrainingSettings:
         return self.tokens_per_rank // self.nano_batches
 
     def is_verified(self, step: int) -> bool:
-        """Whether the step is compared with local attention."""
+        """True if the step is compared with local attention."""
         return self.verify and (step % self.verify_every == 0 or step == self.steps - 1)
 
     def learning_rate_at(self, step: int) -> float:
@@ -237,7 +222,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(PlanRequest):
-    """How core attention is planned."""
+    """Options of planning core attention."""
 
     PANEL: ClassVar = "Service"
 
@@ -262,15 +247,15 @@ class PlanSettings(PlanRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings(RankTimeouts):
-    """Where the service is and which run this is; only a trainer process takes these."""
+    """The service and the run; only a trainer process takes these."""
 
     PANEL: ClassVar = "Service"
 
     control_plane: Annotated[
         str, typer.Option(help="host:port of the control plane.", envvar="DISTCA_CONTROL_PLANE")
     ]
-    placement: Annotated[PlacementName, typer.Option(help="Where core attention runs.")] = (
-        PlacementName.POOL
+    placement: Annotated[Placement, typer.Option(help="Where core attention runs.")] = (
+        Placement.POOL
     )
     device: Annotated[
         DeviceName,
@@ -298,8 +283,7 @@ class ServiceSettings(RankTimeouts):
         Path,
         typer.Option(
             help="Folder for checkpoints, step log and report, the same on every rank; its name "
-            "is the job's. Training that begins at the first step sets the last checkpoint of an "
-            "earlier run in it aside.",
+            "is the job's.",
             rich_help_panel=_TRAINING,
         ),
     ]
@@ -320,8 +304,8 @@ class ServiceSettings(RankTimeouts):
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            help="Port of /metrics for Prometheus of the first rank on a host; each further one "
-            "(LOCAL_RANK) takes the next. 0: any free one. Default: none is served.",
+            help="Port of /metrics of the first rank on a host; the others (LOCAL_RANK) take the "
+            "next ones. 0: any free one. Default: none.",
             envvar="DISTCA_METRICS_PORT",
         ),
     ] = None
@@ -348,7 +332,7 @@ class ServiceSettings(RankTimeouts):
         check_name("last part of run_dir, which names the job,", self.run_dir.name)
 
     def _own_address(self) -> str:
-        """Who trains on one machine reaches its control plane, and so the other ranks, over
+        """Trainers on one machine reach its control plane, and so each other, over
         loopback."""
         control_planes = hosts_of("control_plane", self.control_plane)
         return source_towards(() if self.one_host else control_planes) or "127.0.0.1"
@@ -374,7 +358,7 @@ class ServiceSettings(RankTimeouts):
 
 
 def check_together(
-    data: DataSettings, training: TrainingSettings, homes: Homes, placement: PlacementName
+    data: DataSettings, training: TrainingSettings, homes: Homes, placement: Placement
 ) -> None:
     """Checks settings that do not all go with one another.
 
@@ -386,7 +370,7 @@ def check_together(
             f"--cut-documents goes with two nano-batches, and --nano-batches is "
             f"{training.nano_batches}; leave one of both out"
         )
-    if homes is Homes.PLANNED and placement is PlacementName.POOL:
+    if homes is Homes.PLANNED and placement is Placement.POOL:
         raise SettingsError(
             "--homes planned goes with placement in-place or mixed: in a pool all rows travel; "
             "choose one of these, or --homes packed"

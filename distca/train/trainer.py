@@ -32,7 +32,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave on this rank.
+    """The result of a step on this rank.
 
     Attributes:
         loss: of all ranks, mean over the predicted tokens.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from distca.report.record import RunRecord, StepRecord
+from distca.report.record import RunRecord, TrainingStep
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests import ROOT
@@ -74,7 +74,7 @@ class LocalRun:
                 env={**os.environ, "HOME": str(home), "COLUMNS": "120"},
             )
 
-    def steps(self) -> tuple[StepRecord, ...]:
+    def steps(self) -> tuple[TrainingStep, ...]:
         """Steps logged so far."""
         return StepLog(self.folder.step_log).read()
 

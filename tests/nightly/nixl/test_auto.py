@@ -13,7 +13,7 @@ import pytest
 
 from distca.contract import rpc
 from distca.doctor.cluster_probe import ClusterProbe
-from distca.doctor.finding import Status
+from distca.doctor.finding import Severity
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
 from distca.doctor.transport_checks import check_transport
@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -
         )
         assert around.pool_transports == {"ucxx"}
         (finding,) = check_transport(around)
-        assert finding.status is Status.FAIL
+        assert finding.status is Severity.FAIL
         assert "the servers of the pool use ucxx" in finding.says
 
 

@@ -20,7 +20,7 @@ from distca.contract.settings import TlsFiles
 from distca.doctor.certificate_checks import judge_validity
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.examination import CHECKS, examine
-from distca.doctor.finding import Finding, Status
+from distca.doctor.finding import CheckFinding, Severity
 from distca.doctor.responder import ChildFailed, ResponderSettings, child_responder
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
@@ -28,7 +28,7 @@ from tests import ROOT
 from tests.support import preloaded
 from tests.support.service_harness import client_of, running
 
-PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
+PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
 
 LIFETIME = timedelta(days=30)
 
@@ -63,11 +63,11 @@ def around(address: str = "", **settings: Any) -> Surroundings:
     return Surroundings(settings=DoctorSettings(**settings), cluster=cluster)
 
 
-def findings(check: str, where: Surroundings) -> list[Finding]:
+def findings(check: str, where: Surroundings) -> list[CheckFinding]:
     return list(CHECKS[check](where))
 
 
-def says(check: str, where: Surroundings, status: Status) -> str:
+def says(check: str, where: Surroundings, status: Severity) -> str:
     """What the check's only finding of ``status`` says; there may be others of other status."""
     (finding,) = (each for each in findings(check, where) if each.status is status)
     return finding.says
@@ -215,7 +215,7 @@ def test_a_missing_file_fails(tmp_path: Path) -> None:
     ("day", "status"), [(-1, FAIL), (1, PASS), (23, PASS), (25, WARN), (31, FAIL)]
 )
 def test_certificates_must_be_good_now_and_should_be_for_a_while(
-    day: int, status: Status, tmp_path: Path
+    day: int, status: Severity, tmp_path: Path
 ) -> None:
     (described,) = describe_file(Files(tmp_path).certificate)
     now = datetime.now(UTC) + timedelta(days=day)
@@ -324,7 +324,7 @@ def test_every_device_that_is_named_is_checked() -> None:
     ]
     gpus = [(status, says) for check, status, says in found if check == "gpu"]
     (first, of_first), (second, of_second) = gpus
-    assert (first, second) == (Status.PASS, Status.FAIL)
+    assert (first, second) == (Severity.PASS, Severity.FAIL)
     assert of_first.startswith("cpu: ")
     assert of_second.startswith("cuda:7: ")
     assert [says.partition(": ")[0] for check, _, says in found if check == "kernels"] == [

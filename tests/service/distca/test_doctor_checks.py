@@ -31,7 +31,7 @@ from distca.doctor.cluster_checks import compare_versions, judge_clock
 from distca.doctor.data_port_checks import judge_host
 from distca.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
 from distca.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
-from distca.doctor.finding import Finding, Status, failed, passed, warned, worst
+from distca.doctor.finding import CheckFinding, Severity, failed, passed, warned, worst
 from distca.doctor.machine_checks import judge_shared_memory
 from distca.doctor.report import as_json, summary
 from distca.doctor.settings import DoctorSettings
@@ -42,7 +42,7 @@ from tests.service.distca.test_top import server_view
 from tests.support.addresses import foreign_address, unused_port
 from tests.support.rdma_machine import add_rdma_device
 
-PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
+PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 
@@ -52,33 +52,33 @@ def around(root: Path = Path("/"), environ: dict[str, str] | None = None, **sett
     return Surroundings(settings=DoctorSettings(**settings), environ=environ or {}, root=root)
 
 
-def findings(check: str, where: Surroundings) -> list[Finding]:
+def findings(check: str, where: Surroundings) -> list[CheckFinding]:
     """What one check finds."""
     return list(CHECKS[check](where))
 
 
-def only(check: str, where: Surroundings) -> Finding:
+def only(check: str, where: Surroundings) -> CheckFinding:
     (finding,) = findings(check, where)
     return finding
 
 
-def statuses(check: str, where: Surroundings) -> list[Status]:
+def statuses(check: str, where: Surroundings) -> list[Severity]:
     return [finding.status for finding in findings(check, where)]
 
 
 def test_what_does_not_pass_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="advice is ''"):
-        Finding(check="x", status=FAIL, says="broken")
+        CheckFinding(check="x", status=FAIL, says="broken")
     with pytest.raises(ValueError, match="advice is 'do'"):
-        Finding(check="x", status=PASS, says="well", advice="do")
+        CheckFinding(check="x", status=PASS, says="well", advice="do")
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
-    def broken(where: Surroundings) -> Iterator[Finding]:
+    def broken(where: Surroundings) -> Iterator[CheckFinding]:
         yield passed("broken", "half of it")
         raise OSError("disk on fire")
 
-    def well(where: Surroundings) -> Iterator[Finding]:
+    def well(where: Surroundings) -> Iterator[CheckFinding]:
         yield passed("well", "done")
 
     found = list(examine(around(), {"broken": broken, "well": well}))
@@ -147,7 +147,7 @@ class TestGpu:
         self,
         device: str,
         free_share: float,
-        status: Status,
+        status: Severity,
         words: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -190,7 +190,7 @@ class TestDriver:
         ],
     )
     def test_it_must_run_the_cuda_that_pytorch_was_built_with(
-        self, driver: tuple[int, int] | None, built_with: str | None, status: Status
+        self, driver: tuple[int, int] | None, built_with: str | None, status: Severity
     ) -> None:
         assert compare_driver(driver, built_with).status is status
 
@@ -276,7 +276,7 @@ class TestKernels:
         [("fa2", (9, 0), WARN), ("fa4", (9, 0), PASS), ("fa2", (8, 0), PASS), ("cpu", None, PASS)],
     )
     def test_a_slower_kernel_than_there_is_warns(
-        self, name: str, capability: tuple[int, int] | None, status: Status
+        self, name: str, capability: tuple[int, int] | None, status: Severity
     ) -> None:
         assert judge_kernel(name, capability, "").status is status
 
@@ -326,7 +326,7 @@ class TestSharedMemory:
         [(64 * 2**20, False, WARN), (64 * 2**20, True, FAIL), (2**30, True, PASS)],
     )
     def test_docker_s_default_is_too_small(
-        self, free_bytes: int, one_host: bool, status: Status
+        self, free_bytes: int, one_host: bool, status: Severity
     ) -> None:
         finding = judge_shared_memory(2**31, free_bytes, one_host=one_host)
         assert finding.status is status
@@ -391,7 +391,7 @@ class TestRdma:
 
     @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
     def test_a_network_that_lies_idle_warns_or_fails_where_it_is_meant(
-        self, rdma: bool, status: Status, tmp_path: Path, installed: set[str]
+        self, rdma: bool, status: Severity, tmp_path: Path, installed: set[str]
     ) -> None:
         installed.remove("nixl_cu13")
         finding = only("rdma", around(add_rdma_device(tmp_path), rdma=rdma))
@@ -405,7 +405,7 @@ class TestRdma:
         assert only("rdma", where).status is PASS
 
     @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
-    def test_a_port_that_is_down_fails(self, rdma: bool, status: Status, tmp_path: Path) -> None:
+    def test_a_port_that_is_down_fails(self, rdma: bool, status: Severity, tmp_path: Path) -> None:
         where = around(add_rdma_device(tmp_path, states=("1: DOWN",)), rdma=rdma)
         finding = only("rdma", where)
         assert finding.status is status
@@ -413,7 +413,7 @@ class TestRdma:
 
     @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
     def test_a_device_without_verbs_files_fails(
-        self, rdma: bool, status: Status, tmp_path: Path
+        self, rdma: bool, status: Severity, tmp_path: Path
     ) -> None:
         finding = only("rdma", around(add_rdma_device(tmp_path, verbs=False), rdma=rdma))
         assert finding.status is status
@@ -431,7 +431,7 @@ class TestRdma:
     def test_a_ucx_without_verbs_fails(
         self,
         modules: frozenset[str] | None,
-        status: Status,
+        status: Severity,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -472,7 +472,7 @@ class TestTransport:
         ],
     )
     def test_it_is_compared_with_the_pools(
-        self, pool: frozenset[TransportName], status: Status, words: str, tmp_path: Path
+        self, pool: frozenset[TransportName], status: Severity, words: str, tmp_path: Path
     ) -> None:
         finding = judge_transport(around(tmp_path, transport="ucxx").transport, pool)
         assert finding.status is status
@@ -502,7 +502,7 @@ class TestGpuDirect:
         ],
     )
     def test_one_of_two_ways_must_be_there(
-        self, path: str, text: str, status: Status, tmp_path: Path
+        self, path: str, text: str, status: Severity, tmp_path: Path
     ) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -541,7 +541,7 @@ class TestDataHost:
     ],
 )
 def test_the_clock_is_compared_with_the_control_planes(
-    ahead_seconds: float, status: Status, words: str
+    ahead_seconds: float, status: Severity, words: str
 ) -> None:
     finding = judge_clock(ahead_seconds)
     assert finding.status is status
@@ -557,7 +557,7 @@ def test_the_clock_is_compared_with_the_control_planes(
     ],
 )
 def test_another_version_anywhere_warns_and_is_named(
-    control_plane: str, server: str, status: Status
+    control_plane: str, server: str, status: Severity
 ) -> None:
     snapshot = Snapshot(
         address="cp:1",
@@ -583,7 +583,7 @@ def test_another_version_anywhere_warns_and_is_named(
     ],
 )
 def test_a_self_test_tells_a_slow_or_wrong_way(
-    lanes: str, one_host: bool, floor: float, status: Status
+    lanes: str, one_host: bool, floor: float, status: Severity
 ) -> None:
     result = ProbeResult(
         peer="p",

@@ -22,7 +22,7 @@ from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
 from distca.doctor.endpoint import Speaks, try_control_plane
 from distca.doctor.examination import CHECKS
-from distca.doctor.finding import Finding, Status
+from distca.doctor.finding import CheckFinding, Severity
 from tests.service.distca.test_doctor import Files, around, localhost
 from tests.support.addresses import unused_port
 from tests.support.service_harness import running
@@ -32,10 +32,10 @@ CONNECT_SECONDS = 1.0
 """No call gets through, however long one waits."""
 
 
-def control_plane_finding(address: str, **settings: Any) -> Finding:
+def control_plane_finding(address: str, **settings: Any) -> CheckFinding:
     where = around(address, connect_seconds=CONNECT_SECONDS, **settings)
     (found,) = CHECKS["control-plane"](where)
-    assert found.status is Status.FAIL
+    assert found.status is Severity.FAIL
     return found
 
 
@@ -214,5 +214,5 @@ def test_check_certificates_tells_that_the_client_s_is_refused(given: str, tmp_p
     with running(tls=files.server) as control_plane:
         where = around(localhost(control_plane.address), ca_file=both, **shown)
         last = list(CHECKS["certificates"](where))[-1]
-    assert last.status is Status.FAIL
+    assert last.status is Severity.FAIL
     assert "client certificate" in last.says

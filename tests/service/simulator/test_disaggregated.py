@@ -8,10 +8,10 @@ import pytest
 from control_plane.planner import balanced, greedy
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
+from distca.contract.settings import Placement
 from distca.simulator.baselines import balanced_seconds, plain_packing
 from distca.simulator.disaggregated import Method, disaggregated_step, slot_manifest
 from distca.simulator.errors import InputError
-from distca.simulator.fleet import Placement
 from distca.simulator.model import PRESETS
 from distca.simulator.packing import pack_and_cut, pack_in_order
 from tests.unit.simulator.cases import K, documents, h200, setup

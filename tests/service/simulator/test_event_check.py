@@ -14,8 +14,9 @@ from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from core_attention.schedule import Kind
 from core_attention.schedule_orders import SCHEDULES
+from distca.contract.settings import Placement
 from distca.simulator.disaggregated import Method, disaggregated_step, nano_batch_times, plan_works
-from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.fleet import build_servers
 from distca.simulator.ping_pong import stack_seconds
 from distca.simulator.pipeline import schedule_seconds
 from distca.simulator.setup import Setup

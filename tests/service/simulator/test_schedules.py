@@ -31,7 +31,7 @@ from distca.simulator.schedules import (
     judge_schedules,
 )
 from distca.simulator.setup import Setup
-from distca.simulator.verdict import Kind, Remedy
+from distca.simulator.verdict import Remedy, Worth
 from tests.unit.simulator.cases import SMALL_MODEL, K, documents, h200, setup
 
 ENDLESS = {
@@ -157,7 +157,7 @@ def times(name: str, in_flight: float, alone: float, pooled: float, waits: float
 
 def judged(
     *rows: ScheduleTimes, limit: float = 4, remedies: Sequence[Remedy] = tuple(Remedy)
-) -> tuple[Kind, str]:
+) -> tuple[Worth, str]:
     verdict = judge_schedules(
         ScheduleComparison(
             n_gpus=8,
@@ -173,7 +173,7 @@ def judged(
 
 def test_the_verdict_names_what_to_run_and_what_it_is_measured_against() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), times("same-phase", 7, 11.0, 7.0, 0.1))
-    assert kind is Kind.GAIN
+    assert kind is Worth.GAIN
     assert text.startswith("On 8 GPUs: Run schedule 1f1b with idle-aware plans: 1.25x")
     assert "(1f1b, re-packed), 1.62x that of 1F1B with documents as they come and 1.12x" in text
     assert "4 microbatches in flight of 4 allowed" in text
@@ -183,15 +183,15 @@ def test_the_verdict_names_what_to_run_and_what_it_is_measured_against() -> None
 def test_a_rival_that_fits_counts_and_one_that_does_not_is_left_out() -> None:
     rival = times("zero-bubble", 4, 8.05, 9.0, 0.1)
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), rival)
-    assert kind is Kind.NOTHING_TO_GAIN
+    assert kind is Worth.NOTHING_TO_GAIN
     assert "GPUs: Nothing to gain from CAD with these pipelines: at best 1.01x" in text
     assert text.endswith("Run zero-bubble, re-packed.")
-    assert judged(times("1f1b", 4, 10.0, 8.0, 0.1), replace(rival, in_flight=5))[0] is Kind.GAIN
+    assert judged(times("1f1b", 4, 10.0, 8.0, 0.1), replace(rival, in_flight=5))[0] is Worth.GAIN
 
 
 def test_links_that_are_waited_for_are_said() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 1.0))
-    assert kind is Kind.LINKS_TOO_SLOW
+    assert kind is Worth.LINKS_TOO_SLOW
     assert "12% of the step waits for links" in text
     assert "first: planned homes (--homes planned), a byte budget" in text
     in_use = judged(times("1f1b", 4, 10.0, 8.0, 1.0), remedies=[Remedy.FASTER_LINKS])
@@ -200,16 +200,16 @@ def test_links_that_are_waited_for_are_said() -> None:
 
 def test_links_are_named_where_they_are_why_nothing_is_gained() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 10.1, 1.57))
-    assert kind is Kind.LINKS_TOO_SLOW
+    assert kind is Worth.LINKS_TOO_SLOW
     assert "The links hold CAD back with these pipelines: at best 0.99x" in text
     assert "16% of the step waits for links. What shortens the wait" in text
     assert text.endswith("With these links, run 1f1b, re-packed.")
-    assert judged(times("1f1b", 4, 10.0, 10.3, 0.6))[0] is Kind.LINKS_TOO_SLOW
+    assert judged(times("1f1b", 4, 10.0, 10.3, 0.6))[0] is Worth.LINKS_TOO_SLOW
 
 
 def test_links_are_not_named_where_nothing_is_gained_without_waiting_for_them() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 11.5, 1.6))
-    assert kind is Kind.NOTHING_TO_GAIN
+    assert kind is Worth.NOTHING_TO_GAIN
     assert "links" not in text
 
 

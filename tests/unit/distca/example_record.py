@@ -5,8 +5,8 @@ from __future__ import annotations
 from distca.report.record import (
     RunRecord,
     StepDetail,
-    StepRecord,
     TimelineEvent,
+    TrainingStep,
     Verification,
 )
 
@@ -38,8 +38,8 @@ def example_record(*, n_steps: int = 12) -> RunRecord:
     )
 
 
-def _step(step: int) -> StepRecord:
-    return StepRecord(
+def _step(step: int) -> TrainingStep:
+    return TrainingStep(
         step=step,
         loss=5.5 / (1 + 0.1 * step),
         gradient_norm=2.0,

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from distca import cli
 from distca.contract.rpc_errors import RpcError
-from distca.doctor.finding import Finding, Status, failed
+from distca.doctor.finding import CheckFinding, Severity, failed
 from distca.doctor.report import as_json, show
 from distca.preview.output import Preview
-from distca.preview.sections import Section
+from distca.preview.sections import PageSection
 from distca.preview.settings import OutputSettings
 from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
@@ -29,7 +29,7 @@ from distca.report.page import render_page
 from distca.report.record import RunRecord
 from distca.report.summary import summary_table
 from distca.report.timeline import draw_timeline
-from distca.simulator.verdict import Kind, Verdict
+from distca.simulator.verdict import Judgement, Worth
 from distca.top.run import _view
 from tests.unit.distca.example_record import example_record
 
@@ -54,7 +54,7 @@ def progress(console: Console) -> None:
         bar.show(example_record(n_steps=1).steps[0])
 
 
-def finding() -> Finding:
+def finding() -> CheckFinding:
     return failed("servers", HOSTILE, HOSTILE)
 
 
@@ -70,8 +70,8 @@ TERMINAL: dict[str, Callable[[Console], None]] = {
 def hostile_preview() -> Preview:
     figure = Figure(figsize=(1, 1))
     figure.suptitle("<script>")
-    section = Section(HOSTILE, (HOSTILE,), ("what",), ((HOSTILE,),))
-    verdict = Verdict(Kind.GAIN, HOSTILE)
+    section = PageSection(HOSTILE, (HOSTILE,), ("what",), ((HOSTILE,),))
+    verdict = Judgement(Worth.GAIN, HOSTILE)
     return Preview(title=HOSTILE, sections=[section], verdicts=[verdict], draw=lambda: figure)
 
 
@@ -108,7 +108,7 @@ def test_findings_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text)["findings"][0]["says"] == HOSTILE
-    assert json.loads(text)["status"] == Status.FAIL
+    assert json.loads(text)["status"] == Severity.FAIL
 
 
 def test_a_report_page_runs_nothing_and_turns_no_text_round() -> None:

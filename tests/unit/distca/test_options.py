@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data_plane.transport import TransportName
-from distca.contract.settings import IntegritySettings
-from distca.data.settings import DataSettings
+from distca.contract.settings import IntegritySettings, Placement
+from distca.data.settings import DataSettings, Homes
 from distca.options import Read, as_arguments, options_from
 from distca.train.settings import (
     DeviceName,
-    Homes,
     ModelSettings,
-    PlacementName,
     PlanSettings,
     Precision,
     Preset,
@@ -177,7 +175,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
     settings = (
         ServiceSettings(
             control_plane="127.0.0.1:1",
-            placement=PlacementName.MIXED,
+            placement=Placement.MIXED,
             data_host="127.0.0.2",
             data_interface="lo",
             run_dir=Path("/tmp/runs/x"),

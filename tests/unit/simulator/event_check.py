@@ -21,7 +21,7 @@ from core_attention.schedule import Action, Kind, Schedule, side_by_side
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.disaggregated import Method, disaggregated_step, kind_slots
 from distca.simulator.setup import Setup, stage_layers
-from distca.simulator.traffic import Exchange, Messages, exchange, message_seconds, port_seconds
+from distca.simulator.traffic import Messages, TickMessages, exchange, message_seconds, port_seconds
 from tests.unit.simulator.event_engine import Job, run
 
 CHUNK_SECONDS = 2e-4
@@ -40,7 +40,7 @@ class RankTimes:
 
     linear_seconds: Float64Array
     attention_seconds: Float64Array
-    messages: Exchange
+    messages: TickMessages
 
 
 class _Graph:

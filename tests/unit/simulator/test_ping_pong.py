@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.simulator.errors import InputError
-from distca.simulator.ping_pong import NanoBatchTimes, Transfer, exposed_seconds, stack_seconds
+from distca.simulator.ping_pong import NanoBatchTimes, PortTransfer, exposed_seconds, stack_seconds
 
 SECONDS = st.floats(0, 10)
 
 
-def ring(seconds: float, size: int = 2) -> Transfer:
+def ring(seconds: float, size: int = 2) -> PortTransfer:
     """Every endpoint sends to the next one."""
     ranks = np.arange(size)
-    return Transfer(ranks, (ranks + 1) % size, np.full(size, seconds), np.full(size, seconds))
+    return PortTransfer(ranks, (ranks + 1) % size, np.full(size, seconds), np.full(size, seconds))
 
 
 def alike(linear: float, request: float, attention: float, reply: float) -> NanoBatchTimes:
@@ -49,7 +49,7 @@ def test_a_long_request_of_the_second_nano_batch_is_partly_hidden() -> None:
 
 
 def test_ranks_run_ahead_so_that_uneven_nano_batches_even_out() -> None:
-    none = Transfer(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(2), np.zeros(2))
+    none = PortTransfer(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(2), np.zeros(2))
     zero = np.zeros(2)
     both = (
         NanoBatchTimes(zero, none, np.array([1.0, 3.0]), none),

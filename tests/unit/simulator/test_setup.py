@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from core_attention.ca_task import Phase
+from distca.contract.settings import Placement
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.errors import InputError
-from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.fleet import build_servers
 from distca.simulator.model import PRESETS, LatentProjections, ModelSpec, preset
 from distca.simulator.profile import document_seconds
 from tests.unit.simulator.cases import flat_profile, h200, setup

@@ -9,7 +9,7 @@ import pytest
 
 from distca.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
 from distca.simulator.disaggregated import DisaggregatedStep
-from distca.simulator.verdict import Kind, Network, Remedy, judge, judge_sizes
+from distca.simulator.verdict import Network, Remedy, Worth, judge, judge_sizes
 
 GAIN = Comparison(
     n_gpus=64,
@@ -37,7 +37,7 @@ def changed(*, seconds: float = 1.02, exposed_share: float = 0.01, **others: flo
 
 def test_a_gain_is_told_with_the_baselines_and_the_tie() -> None:
     verdict = judge(GAIN)
-    assert verdict.kind is Kind.GAIN
+    assert verdict.kind is Worth.GAIN
     assert "2.45x the speed of plain packing" in verdict.text
     assert "1.27x that of the best re-packing with context parallelism" in verdict.text
     assert "matches it (1.00x)" in verdict.text
@@ -54,7 +54,7 @@ def test_a_clear_gain_over_everything_needs_no_caveat() -> None:
 
 def test_nothing_to_gain_where_no_document_outweighs_a_mean_rank() -> None:
     verdict = judge(changed(heaviest_document_share=0.4, repacked=1.0))
-    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert verdict.kind is Worth.NOTHING_TO_GAIN
     assert verdict.text.startswith(
         "You will gain nothing from CAD here, because no document outweighs a mean rank"
     )
@@ -73,13 +73,13 @@ def test_speeds_decide_not_the_heaviest_document() -> None:
             seconds=1.019,
         )
     )
-    assert verdict.kind is Kind.GAIN
+    assert verdict.kind is Worth.GAIN
     assert "1.10x the speed of plain packing" in verdict.text
 
 
 def test_nothing_to_gain_is_said_of_a_heavy_document_too() -> None:
     verdict = judge(changed(repacked=1.02))
-    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert verdict.kind is Worth.NOTHING_TO_GAIN
     assert "no document outweighs" not in verdict.text
     assert "would run at 1.01x the speed of whole documents" in verdict.text
 
@@ -97,7 +97,7 @@ def test_where_the_plans_alone_gain_nothing_a_slower_step_has_no_remedies() -> N
             seconds=1.024,
         )
     )
-    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert verdict.kind is Worth.NOTHING_TO_GAIN
     assert verdict.text.endswith(
         "Plain packing does as well, without moving anything between ranks. CAD is slower: 0.98x "
         "the speed of plain packing."
@@ -116,7 +116,7 @@ def test_faster_links_are_not_advised_where_no_network_pays(seconds: float) -> N
 
 def test_one_server_has_nothing_to_balance() -> None:
     verdict = judge(changed(n_servers=1))
-    assert verdict.kind is Kind.ONE_SERVER
+    assert verdict.kind is Worth.ONE_SERVER
     assert "only one attention server" in verdict.text
 
 
@@ -129,14 +129,14 @@ def test_little_to_gain_where_attention_hardly_counts() -> None:
             attention_share=0.02,
         )
     )
-    assert verdict.kind is Kind.LITTLE_TO_GAIN
+    assert verdict.kind is Worth.LITTLE_TO_GAIN
     assert "Attention is 2% of a balanced step" in verdict.text
 
 
 def test_slower_than_plain_packing_is_a_verdict_of_its_own() -> None:
     slow = changed(exposed_share=0.6, seconds=5.0)
     verdict = judge(slow)
-    assert verdict.kind is Kind.SLOWER
+    assert verdict.kind is Worth.SLOWER
     assert "0.50x the speed of plain packing" in verdict.text
     assert "60% of the step is spent waiting" in verdict.text
     assert "What shortens the wait" not in judge(changed(exposed_share=0.0, seconds=5.0)).text
@@ -153,7 +153,7 @@ def test_the_most_useful_remedy_comes_first_and_none_that_is_in_use() -> None:
 
 def test_slow_links_are_named_with_what_helps() -> None:
     verdict = judge(changed(exposed_share=0.4, seconds=1.9))
-    assert verdict.kind is Kind.LINKS_TOO_SLOW
+    assert verdict.kind is Worth.LINKS_TOO_SLOW
     assert "40% of the step is spent waiting" in verdict.text
     assert "--homes planned" in verdict.text
 
@@ -167,5 +167,5 @@ def test_the_network_from_which_it_pays_is_told() -> None:
 
 def test_each_number_of_gpus_has_a_verdict() -> None:
     verdicts = judge_sizes([GAIN, replace(changed(seconds=5.0), n_gpus=128)])
-    assert [verdict.kind for verdict in verdicts] == [Kind.GAIN, Kind.SLOWER]
+    assert [verdict.kind for verdict in verdicts] == [Worth.GAIN, Worth.SLOWER]
     assert verdicts[1].text.startswith("On 128 GPUs: ")
