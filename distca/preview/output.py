@@ -62,7 +62,7 @@ class Preview:
             console.print(
                 Panel(
                     Text(plain_lines(verdict.text)),
-                    title=f"Judgement: {verdict.kind}",
+                    title=f"Verdict: {verdict.kind}",
                     title_align="left",
                     border_style=_COLOURS.get(verdict.kind, "blue"),
                 )

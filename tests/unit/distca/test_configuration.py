@@ -88,8 +88,8 @@ def test_a_shared_variable_comes_before_that_of_the_command(start: Start) -> Non
         ("[train]\nsteps = {a = 1}", "train.steps is {'a': 1}; --steps takes one text or number"),
         ("listen =", "is no TOML"),
         ('config = "other.toml"', "unknown key 'config'"),
-        ('control-plane = "cp:7700"', "but it names a command, whose options stand in the table "),
-        ("[certs]\nmake = 1", "key 'make' in [certs] is 1, but it names a command, whose options "),
+        ('control-plane = "cp:7700"', "but names a command: "),
+        ("[certs]\nmake = 1", "key 'make' in [certs] is 1, but names a command"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
