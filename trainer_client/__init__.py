@@ -16,10 +16,10 @@ if TYPE_CHECKING:
         SessionError,
     )
     from trainer_client.hooks.checkpointing import checkpoint
+    from trainer_client.local_attention.at_home import at_home
     from trainer_client.loops.feed import submit_ahead
     from trainer_client.loops.fsdp import prepare_fsdp
     from trainer_client.loops.loss_weight import labels_per_rank
-    from trainer_client.models.at_home import at_home
     from trainer_client.options import Placement
     from trainer_client.pipelines.deferred_weights import defer_weights
     from trainer_client.pipelines.pipelining import Pipeline, schedule_of
@@ -45,7 +45,7 @@ _MODULES = {
     "SessionOptions": "trainer_client.session_options",
     "StepReport": "trainer_client.step.step_report",
     "TraceEvent": "trainer_client.step.step_report",
-    "at_home": "trainer_client.models.at_home",
+    "at_home": "trainer_client.local_attention.at_home",
     "checkpoint": "trainer_client.hooks.checkpointing",
     "core_attention": "trainer_client.step.operation",
     "defer_weights": "trainer_client.pipelines.deferred_weights",

@@ -36,11 +36,11 @@ from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import forget_step
+from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
 from trainer_client.link.planned_step import PlannedStep
 from trainer_client.link.pool_transports import transport_of
-from trainer_client.loops.collectives import HostMeetings
 from trainer_client.metrics import TickWait, TrainerMetrics
 from trainer_client.options import Placement, RankOptions
 from trainer_client.step.examiner import Examiner

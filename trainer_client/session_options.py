@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_client.loops.tensor_parallel import with_group
+from trainer_client.hooks.tensor_parallel import with_group
 from trainer_client.models.probe import probe_model
 from trainer_client.options import RankOptions
 

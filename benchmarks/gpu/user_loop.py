@@ -51,7 +51,12 @@ from core_attention.manifest import RankManifest
 from distca.data.batch import IGNORED_LABEL
 from distca.local.supervisor import Supervisor
 from distca.train.language_model import LanguageModel
-from trainer_client import PingPong, Placement, Session, SessionOptions
+from trainer_client import (
+    PingPong,
+    Placement,
+    Session,
+    SessionOptions,
+)
 
 MPS = "nvidia-cuda-mps-control"
 DRIVER_FOLDERS = "/usr/local/nvidia/bin:/usr/local/cuda/bin"

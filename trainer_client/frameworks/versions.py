@@ -1,4 +1,4 @@
-"""What the integrations of training frameworks share: versions, and what is refused by name."""
+"""The common part of the frameworks' integrations: versions, refusals, ranks, models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from trainer_client.errors import SessionError
 
@@ -52,9 +54,6 @@ def refuse(problems: Iterable[str], framework: str) -> None:
     Args:
         problems: each names a setting, its value, and what to do.
         framework: in the message.
-
-    Raises:
-        UnsupportedSetting: there are some; all are named.
     """
     if found := list(problems):
         raise UnsupportedSetting(
@@ -77,3 +76,25 @@ def of_all_ranks(reasons: Iterable[str]) -> list[str]:
         of_each = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_each, found)
     return list(dict.fromkeys(chain.from_iterable(of_each)))
+
+
+def rank_options(
+    stage: tuple[int, int], replica: tuple[int, int], share: tuple[int, int]
+) -> dict[str, Any]:
+    """Options of a session that say which rank of the job a process is: pipeline stages one after
+    another, in each all replicas, in each all tensor-parallel ranks.
+
+    Args:
+        stage, replica, share: (this rank's, how many); share of the heads.
+    """
+    first = (stage[0] * replica[1] + replica[0]) * share[1]
+    return {
+        "rank": first + share[0],
+        "n_ranks": stage[1] * replica[1] * share[1],
+        "tensor_parallel_ranks": range(first, first + share[1]) if share[1] > 1 else (),
+    }
+
+
+def convolutions(model: nn.Module) -> list[str]:
+    """The modules of ``model`` that look at neighbouring tokens, which may be in another half."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from trainer_client.errors import SessionError
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.hooks.thread_state import saved_tensor_hooks
-from trainer_client.step.unwritten import Unwritten
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32."""
@@ -37,7 +37,7 @@ _HOOK_DEPTH = 3
 
 
 class _Kept(NamedTuple):
-    """What core attention gave a caller, whose model has the same memory."""
+    """A result of core attention, in memory that its caller's model may write to."""
 
     caller: Any
     result: Unwritten
@@ -57,25 +57,18 @@ class Region:
 
     @property
     def is_over(self) -> bool:
-        """Whether all results were taken."""
+        """Return whether all results were taken."""
         return not self._kept
 
     @property
     def caller(self) -> Any:
-        """Who made the call that is recomputed next.
+        """The maker of the call that is recomputed next."""
 
-        Raises:
-            SessionError: as :meth:`take`.
-        """
         return self._next().caller
 
     def take(self) -> Result:
-        """The oldest result that was not taken yet.
+        """The oldest result that was not taken yet."""
 
-        Raises:
-            SessionError: the recomputation calls core attention more often than the forward pass.
-            ChangedInPlace: what it gave was written to, and would be once more.
-        """
         result = self._next().result.get()
         with _lock:
             self._kept.popleft()
@@ -92,9 +85,8 @@ class Region:
     def _next(self) -> _Kept:
         if not self._kept:
             raise SessionError(
-                "a checkpointed part of the model calls core attention more often when it is "
-                "recomputed than in the forward pass, or it is recomputed twice; its course must "
-                "not depend on the pass, and backward runs once, without retain_graph"
+                "a checkpointed part calls core attention more often when it is recomputed than "
+                "in the forward pass, or is recomputed twice; run backward once"
             )
         return self._kept[0]
 
@@ -137,17 +129,12 @@ class Checkpoints:
 
     @property
     def recomputed(self) -> Region | None:
-        """The part that is recomputed; None in a forward pass.
+        """The part that is recomputed; None in a forward pass."""
 
-        Raises:
-            SessionError: a checkpoint of another kind is recomputed.
-        """
         if self._recomputed is None and torch._C._current_graph_task_id() >= 0:
             raise SessionError(
-                "core attention is called inside a backward pass, by an activation checkpoint of a "
-                "kind that calls it again; use torch.utils.checkpoint with use_reentrant=False, "
-                "trainer_client.checkpoint, or for a model of transformers "
-                "gradient_checkpointing_enable({'use_reentrant': False})"
+                "an activation checkpoint calls core attention again in the backward pass; use "
+                "torch.utils.checkpoint with use_reentrant=False or trainer_client.checkpoint"
             )
         return self._recomputed
 
@@ -158,8 +145,8 @@ class Checkpoints:
 
 
 def recomputed_caller() -> Any:
-    """Who, such as a lane, made the next call of core attention that the caller's recomputation of
-    a checkpoint comes to; None outside of one, or if there is none."""
+    """The maker, such as a lane, of the next call of core attention that the caller's recomputation
+    of a checkpoint comes to; None outside of one, or if there is none."""
     for frame, recomputed in _frames():
         if recomputed:
             region = _regions.get(frame)
@@ -168,7 +155,7 @@ def recomputed_caller() -> Any:
 
 
 def recomputes() -> bool:
-    """Whether the caller is in the recomputation of a checkpoint."""
+    """Return whether the caller is in the recomputation of a checkpoint."""
     return any(recomputed for _, recomputed in _frames())
 
 
@@ -195,7 +182,8 @@ def end_checkpoints(error: BaseException) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Whether the caller is in a checkpointed part, in its forward pass or its recomputation."""
+    """Return whether the caller is in a checkpointed part, in its forward pass or its
+    recomputation."""
     return next(_frames(), None) is not None
 
 

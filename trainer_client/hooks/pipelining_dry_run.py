@@ -1,5 +1,5 @@
-"""Runs of a model on garbage, in which nothing is served: PyTorch's pipelining finds shapes by
-them, and nano-batches without rows have no others."""
+"""Runs of a model for its shapes alone, in which nothing is served: PyTorch's pipelining finds
+shapes by them, and nano-batches without rows have no others."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from typing import Any
 import torch
 
 from trainer_client.hooks.checkpointing import Checkpoints, Recomputed, Region
-from trainer_client.step.lane import current_lane
 
 _SHAPES = object()
-"""Stands for the lane where there is none."""
+"""Stands for the lane in checkpoints of such a run."""
 
-_for_shapes: ContextVar[bool] = ContextVar("distca_for_shapes", default=False)
+_give_way: ContextVar[Callable[[], None] | None] = ContextVar("distca_dry_run", default=None)
+"""Called in layers that are served; None outside of a dry run."""
 
 
 @contextmanager
-def for_shapes() -> Iterator[None]:
-    """In the block, a model that runs in no nano-batch runs for its shapes alone."""
-    token = _for_shapes.set(True)
+def for_shapes(give_way: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Runs the model in the block for its shapes alone.
+
+    Args:
+        give_way: lets other lanes run, as layers that are served do with rows.
+    """
+    token = _give_way.set(give_way)
     try:
         yield
     finally:
-        _for_shapes.reset(token)
+        _give_way.reset(token)
 
 
 def is_shape_inference(recomputed: Region | None) -> bool:
-    """Whether the caller runs for its shapes: in no nano-batch or one without rows, nor
-    ``recomputed`` for another."""
+    """Return whether the caller runs for its shapes, or is ``recomputed`` for a run that did."""
     if recomputed:
         return recomputed.caller is _SHAPES
-    if (lane := current_lane.get()) is not None:
-        return lane.without_rows
-    return _for_shapes.get()
+    return _give_way.get() is not None
 
 
 def of_the_right_shape(
@@ -48,9 +49,9 @@ def of_the_right_shape(
     if region := checkpoints.recomputed:
         o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
     else:
-        lane = current_lane.get()
-        if served and lane is not None:
-            lane.give_way()
+        give_way = _give_way.get()
+        if served and give_way is not None:
+            give_way()
         o, lse = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
     return o, lse
 

@@ -23,7 +23,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class ThreadState:
-    """What the calling thread is set to when this is made."""
+    """Settings of the calling thread at the time of its making."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -57,7 +57,7 @@ class ThreadState:
 
 
 def _sdpa_choice() -> tuple[list[bool], list[int]]:
-    """Which backends PyTorch's own attention may use, and the order in which it takes them."""
+    """The backends that PyTorch's own attention may use, and the order in which it takes them."""
     return [enabled() for enabled, _ in _SDPA], torch._C._get_sdp_priority_order()
 
 
@@ -71,7 +71,7 @@ _SDPA = tuple(
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for name in ("cudnn", "flash", "mem_efficient", "math", "overrideable")
 )
-"""By backend, what tells whether it may be used, and what sets that."""
+"""Getter and setter of each backend's switch."""
 
 
 class _ModeStack:

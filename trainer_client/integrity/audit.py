@@ -32,6 +32,7 @@ from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from distca.contract.timeouts import default_seconds
 from trainer_client.errors import ChangedInPlace
+from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.integrity.answer import Answer, Tensors
 from trainer_client.integrity.recompute import (
     Expected,
@@ -39,7 +40,6 @@ from trainer_client.integrity.recompute import (
     key_gradient_rows,
     query_gradient_rows,
 )
-from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 

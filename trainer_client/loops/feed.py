@@ -13,7 +13,7 @@ from core_attention.manifest import RankManifest
 from distca.contract.checks import check_count
 from trainer_client.loops.held_batch import own_copy
 from trainer_client.session import Session
-from trainer_client.step.manifests import (
+from trainer_client.turns.manifests import (
     manifest_from_cu_seqlens,
     manifest_from_position_ids,
     manifest_of_row,
@@ -32,7 +32,7 @@ def submit_ahead(
 
     Steps are numbered on from the last one submitted, so a session may run several loaders one
     after another, or one amid another, such as an evaluation between two training steps: those of
-    the outer one that are submitted already are submitted anew after it. All ranks must give
+    the outer one that are submitted already are submitted again after it. All ranks must give
     loaders of equal length.
 
     Args:
@@ -41,7 +41,7 @@ def submit_ahead(
             ``position_ids`` that restart at 0 for each document, or ``cu_seq_lens_q``. Or the
             arguments of one whole row, or of a batch that is padded on the right with an
             ``attention_mask``, which is split inside the model: see
-            :func:`trainer_client.turns.whole_rows.turns_inside`.
+            :func:`trainer_client.models.whole_rows.turns_inside`.
         ahead: how many steps beyond the yielded one are submitted.
         forward_only: the steps have no backward pass (evaluation).
 
@@ -99,7 +99,7 @@ class LastBatch:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether there may be more batches, and the last one of a loader is not ahead."""
+        """Return whether there may be more batches, and the last one of a loader is not ahead."""
         return not self._is_over and self._loader is None
 
     def fetch(self, source: Iterator[Batch]) -> list[Batch]:
@@ -135,8 +135,7 @@ def _active_loader_at_its_end() -> Any:
 
 @contextmanager
 def _earlier_ends_aside() -> Iterator[None]:
-    """Within, a loader is at its end only if it comes there: also one that was left at its end
-    before, and begins anew."""
+    """Set loaders that stand at their end aside: within, one is there only if it comes there."""
     at_end = [each for each in _loaders() if getattr(each, "end_of_dataloader", False)]
     for loader in at_end:
         loader.end_of_dataloader = None
@@ -157,11 +156,9 @@ def _loaders() -> list[Any]:
 def manifest_of_step(
     session: Session, step: int, nano_batches: NanoBatches | Mapping[str, Any]
 ) -> RankManifest:
-    """What this rank submits for a step: nano-batches, or a whole row that is split into them.
+    """The manifest that this rank submits for a step: nano-batches, or a whole row that is split
+    into them."""
 
-    Raises:
-        ManifestError: it does not say where documents begin.
-    """
     rank = session.options.rank
     if isinstance(nano_batches, Mapping):
         return manifest_of_row(
@@ -178,7 +175,6 @@ def manifest_of_step(
         if all(name in batch for batch in nano_batches):
             return make(step, rank, [batch[name] for batch in nano_batches])
     raise ManifestError(
-        f"step {step}: the nano-batches hold {[sorted(batch) for batch in nano_batches]}; each "
-        "needs position_ids that restart at 0 for each document, as transformers' "
-        "DataCollatorWithFlattening gives, or cu_seq_lens_q"
+        f"step {step}: the nano-batches hold {[sorted(batch) for batch in nano_batches]}; give "
+        "each position_ids that restart at 0 for each document, or cu_seq_lens_q"
     )

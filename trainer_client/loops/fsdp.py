@@ -4,7 +4,7 @@ FSDP2 frees a module's gathered weights, and reduces its gradients, when a forwa
 leaves it. Under ping-pong the first nano-batch to leave would free weights that the second still
 needs, and every nano-batch would reduce gradients of its own. So both wait for the last one:
 
-* forward: FSDP2 is told not to reshard; the module is resharded when all nano-batches have left it;
+* forward: FSDP2 does not reshard; the module is resharded when all nano-batches have left it;
 * backward: FSDP2 learns of the first nano-batch only that it leaves. That one is the last to leave,
   since autograd mirrors the forward pass (``trainer_client.step.operation``), and by then
   autograd has summed the gradients of all.
@@ -13,27 +13,27 @@ needs, and every nano-batch would reduce gradients of its own. So both wait for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import recomputes
-from trainer_client.hooks.graphs import outside_graphs
-from trainer_client.loops.tensor_parallel import groups_of
+from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.sharded_weights import (
+    groups_of,
+    outermost_units,
+    prepared,
+    resharded,
+    reshards,
+    units,
+)
 from trainer_client.step.lane import current_lane
 from trainer_client.step.running_step import RunningStep
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-_prepared: WeakSet[nn.Module] = WeakSet()
-_resharded: WeakSet[nn.Module] = WeakSet()
-"""Of those that are prepared: whose weights are freed between forward and backward."""
 
 
 def prepare_fsdp(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def prepare_fsdp(model: nn.Module) -> None:
 
     Call it once, after ``fully_shard`` and before the first step; modules that were prepared
     before are passed by. Meshes, precision, offloading and ``reshard_after_forward`` stay as
-    ``fully_shard`` was told, but for two things: a module that is resharded is so when the last
+    ``fully_shard`` has them, but for two things: a module that is resharded is so when the last
     nano-batch has left it, and to the full mesh if ``reshard_after_forward`` is a number. Outside
     of ping-pong the model runs as before.
 
@@ -55,114 +55,26 @@ def prepare_fsdp(model: nn.Module) -> None:
     Raises:
         SessionError: nothing in ``model`` is sharded by ``fully_shard``.
     """
-    units = list(_units(model))
-    if not units:
+    found = list(units(model))
+    if not found:
         raise SessionError(
             f"{type(model).__name__} has no module that fully_shard was applied to; call "
             "trainer_client.prepare_fsdp(model) after fully_shard"
         )
-    roots = set(_outermost(model))
-    for unit in units:
-        if unit in _prepared:
+    roots = set(outermost_units(model))
+    for unit in found:
+        if unit in prepared:
             continue
-        reshards = _reshards(unit, unit in roots)
-        if reshards:
-            _resharded.add(unit)
+        is_freed = reshards(unit, unit in roots)
+        if is_freed:
+            resharded.add(unit)
         if not _in_group(unit):
-            _LaneGate(unit, reshards=reshards)
-        _prepared.add(unit)
-
-
-def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
-    """Checks that nano-batches may take turns in ``model``.
-
-    Args:
-        model: what they call.
-        inside: it is called once for all of them, and they take turns in the modules inside it.
-
-    Raises:
-        SessionError: a module is sharded by ``fully_shard`` and not prepared, by FSDP1, or by
-            DeepSpeed's ZeRO-3.
-    """
-    _refuse_zero_3(model)
-    for name, module in model.named_modules():
-        if inside and module is model:
-            continue
-        if isinstance(module, FullyShardedDataParallel):
-            raise SessionError(
-                f"{name or type(module).__name__!r} is FullyShardedDataParallel (FSDP1), which "
-                "would free its weights when the first of the nano-batches leaves it; use "
-                "fully_shard (FSDP2) and trainer_client.prepare_fsdp(model)"
-            )
-        if _is_unit(module) and module not in _prepared:
-            raise SessionError(
-                f"{name or type(module).__name__!r} is sharded by fully_shard, which would free "
-                "its weights when the first of the nano-batches leaves it; add the line "
-                "'trainer_client.prepare_fsdp(model)' after fully_shard; with PingPong you can "
-                "turn ping-pong off instead: PingPong(model, interleave=False)"
-            )
-
-
-def _refuse_zero_3(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise SessionError(
-                f"{name!r} is sharded by DeepSpeed's ZeRO-3, which gathers weights whenever a "
-                "nano-batch comes to them: ranks with unequally many nano-batches would wait for "
-                "each other; use ZeRO-1 or ZeRO-2, fully_shard (FSDP2) and "
-                "trainer_client.prepare_fsdp(model), or open the session with n_nano_batches=1"
-            )
-
-
-def check_backward_in_parts(model: nn.Module) -> None:
-    """Checks that a backward pass in two parts finds the weights of ``model``: PyTorch looks for
-    those that a forward has used before anything gathers them again.
-
-    Raises:
-        SessionError: a module's weights are freed in between, and would get no gradients.
-    """
-    roots = set(_outermost(model))
-    for name, module in model.named_modules():
-        if not _is_unit(module):
-            continue
-        prepared = module in _prepared
-        if module in _resharded if prepared else _reshards(module, module in roots):
-            raise SessionError(
-                f"{name or type(module).__name__!r} is sharded by fully_shard, which frees its "
-                "weights after a forward, and the schedule has backwards in two parts: PyTorch "
-                "would give these weights no gradients; call fully_shard with "
-                "reshard_after_forward=False"
-            )
-
-
-def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that ``fully_shard`` was applied to."""
-    return (module for module in model.modules() if _is_unit(module))
-
-
-def _is_unit(module: object) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The sharded modules that are in no other one: the roots."""
-    if _is_unit(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
+            _LaneGate(unit, reshards=is_freed)
+        prepared.add(unit)
 
 
 def _in_group(unit: Any) -> bool:
     return len(unit._get_fsdp_state()._modules) > 1
-
-
-def _reshards(unit: Any, is_root: bool) -> bool:
-    """Whether ``fully_shard`` was told to free the weights after a forward, which FSDP2 does not do
-    for roots unless it was said so."""
-    if is_root and unit._get_fsdp_state()._auto_reshard_after_forward:
-        return False
-    return any(group.post_forward_mesh_info is not None for group in groups_of(unit))
 
 
 class _LaneGate:
@@ -194,17 +106,13 @@ class _LaneGate:
         module.register_forward_hook(self._leave)
 
     def leave_backward(self, turn: int, beside: range) -> None:
-        """The nano-batch that entered as number ``turn`` of ``beside`` leaves in the backward pass.
-
-        Raises:
-            SessionError: the first one does so before others.
-        """
+        """The nano-batch that entered as number ``turn`` of ``beside`` leaves in the backward
+        pass."""
         self._inside_backward[beside] -= 1
         if turn == 0 and self._inside_backward[beside]:
             raise SessionError(
-                "the nano-batch that entered a sharded module first has left it in the backward "
-                "pass before another one, whose gradients would be lost; sum the losses of all "
-                "nano-batches and call backward once"
+                "the first nano-batch has left a sharded module before others in the backward "
+                "pass; sum all losses and call backward once"
             )
 
     @outside_graphs
@@ -276,7 +184,7 @@ class _Hidden:
 
 
 class _Entry(torch.autograd.Function):
-    """The identity; tells in the backward pass that the module is left."""
+    """The identity; notes in the backward pass that the module is left."""
 
     @staticmethod
     def forward(

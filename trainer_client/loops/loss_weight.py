@@ -18,7 +18,7 @@ def labels_per_rank(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """What the sum of a rank's losses is divided by to be its part of the mean over all tokens.
+    """The divisor that makes the sum of a rank's losses its part of the mean over all tokens.
 
     DDP and FSDP average gradients over ranks, so it is the number of labels on all ranks, divided
     by the number of ranks. Models of transformers take it as ``num_items_in_batch``. A collective,

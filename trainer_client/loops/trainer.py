@@ -5,7 +5,7 @@ It changes nothing of the trainer's own: batches, loss, gradient accumulation, c
 and checkpoints are the library's. Three of its methods are wrapped while the block lasts: batches
 are fetched some ahead, and their manifests submitted; each ``training_step`` is a step of the
 session; and the model's decoder splits the packed row
-(:mod:`trainer_client.turns.whole_rows`).
+(:mod:`trainer_client.models.whole_rows`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from trainer_client.errors import SessionError
 from trainer_client.loops.feed import LastBatch, manifest_of_step
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.probe import probe_model
+from trainer_client.models.whole_rows import turns_inside
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
-from trainer_client.turns.whole_rows import turns_inside
 
 
 class UnsupportedTrainer(ValueError):
@@ -40,7 +40,7 @@ class UnsupportedTrainer(ValueError):
 
 @contextmanager
 def serve_trainer(trainer: Trainer, *, ahead: int = 3, **options: Any) -> Iterator[Session]:
-    """In the block, ``trainer.train()`` trains with served core attention. One rank a process.
+    """Have ``trainer.train()`` in the block train with served core attention. One rank a process.
 
     Its batches must be packed, one row ``[1, rows]`` with ``position_ids`` that restart at 0, or
     padded on the right, with an ``attention_mask``. In ``evaluate``, ``predict`` and ``generate``
@@ -63,8 +63,7 @@ def serve_trainer(trainer: Trainer, *, ahead: int = 3, **options: Any) -> Iterat
     check_count("ahead", ahead)
     if trainer in _served_now:
         raise UnsupportedTrainer(
-            f"this {type(trainer).__name__} is in a block of serve_trainer already, and each of "
-            "its batches would be a step of two sessions; one block is enough"
+            f"this {type(trainer).__name__} is in a block of serve_trainer already; one is enough"
         )
     _check_settings(trainer)
     assert isinstance(trainer.model, nn.Module)
@@ -85,7 +84,7 @@ _served_now: WeakSet[Trainer] = WeakSet()
 
 @contextmanager
 def _replaced(trainer: Trainer, name: str, wrap: Callable[..., Any]) -> Iterator[None]:
-    """In the block a method of the trainer is ``wrap``, which gets the original first."""
+    """Replace a method of the trainer by ``wrap``, which gets the original first."""
     original = getattr(trainer, name)
     own = vars(trainer).get(name)
     setattr(trainer, name, lambda *args, **kwargs: wrap(original, *args, **kwargs))
@@ -99,7 +98,7 @@ def _replaced(trainer: Trainer, name: str, wrap: Callable[..., Any]) -> Iterator
 
 
 class _Served:
-    """What the wrapped methods do."""
+    """The wrapped methods."""
 
     def __init__(self, trainer: Trainer, session: Session, ahead: int) -> None:
         self._trainer, self._session, self._n_ahead = trainer, session, ahead
@@ -126,7 +125,7 @@ class _Served:
         if step is None:
             raise SessionError(
                 f"training_step of {type(self._trainer).__name__} is called with a batch that its "
-                f"data loader did not give, so that no manifest was submitted. {_MAKE_BATCHES}"
+                f"data loader did not give. {_MAKE_BATCHES}"
             )
         with self._session.step(step):
             return original(model, inputs, *args, **kwargs)
@@ -134,16 +133,14 @@ class _Served:
     def _submit(self, batch: Any) -> int:
         if not isinstance(batch, Mapping):
             raise ManifestError(
-                f"the data loader gives batches of type {type(batch).__name__}; with served core "
-                "attention a batch is one packed row (input_ids, labels and position_ids "
-                f"[1, rows]) or padded on the right. {_MAKE_BATCHES}"
+                f"the data loader gives {type(batch).__name__}; give one packed row [1, rows], or "
+                f"a batch padded on the right. {_MAKE_BATCHES}"
             )
         rows = ("input_ids", "inputs_embeds", "position_ids", "cu_seq_lens_q")
         if all(batch.get(name) is None for name in rows):
             raise ManifestError(
                 f"the data loader gives batches of {', '.join(map(str, batch))}, without "
-                f"input_ids, so {type(self._trainer).__name__} makes rows of them itself, after "
-                f"their documents were to be planned. {_MAKE_BATCHES}"
+                f"input_ids. {_MAKE_BATCHES}"
             )
         step = self._session.next_step
         self._session.submit(manifest_of_step(self._session, step, batch))
@@ -208,10 +205,7 @@ def _session_options(trainer: Trainer, options: dict[str, Any]) -> SessionOption
     return SessionOptions(**{**found, **fixed})
 
 
-_MAKE_BATCHES = (
-    "Trainers that make batches of their own (GRPO, RLOO, CPO, ORPO) train with core attention at "
-    "home: 'with trainer_client.at_home(): trainer.train()'"
-)
+_MAKE_BATCHES = "Trainers that make batches of their own train in 'with trainer_client.at_home():'"
 
 _FSDP_1 = (
     "FSDP1 (FullyShardedDataParallel) is not supported; use FSDP2: fsdp_config={'fsdp_version': 2, "
@@ -220,11 +214,8 @@ _FSDP_1 = (
 
 
 def _check_settings(trainer: Trainer) -> None:
-    """Refuses settings by name, before anything is opened.
+    """Refuses settings by name, before anything is opened."""
 
-    Raises:
-        UnsupportedTrainer: one of them is not supported.
-    """
     args: Any = trainer.args
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     checkpointing = (
@@ -286,8 +277,8 @@ def _check_settings(trainer: Trainer) -> None:
 
 
 def _makes_batches(trainer: Trainer) -> bool:
-    """Whether rows are made after they were to be planned: of a loader's lists by generation (GRPO,
-    RLOO), or of pairs (CPO, ORPO)."""
+    """Return whether rows are made after they were to be planned: of a loader's lists by generation
+    (GRPO, RLOO), or of pairs (CPO, ORPO)."""
     kind = type(trainer)
     if hasattr(kind, "concatenated_inputs"):
         return True
@@ -300,7 +291,7 @@ def _makes_batches(trainer: Trainer) -> bool:
 
 
 def _refusals_of_batches(trainer: Trainer) -> list[tuple[bool, str]]:
-    """Whether batches are split over ranks, and what is said of it."""
+    """Return whether batches are split over ranks, and what is said of it."""
     args: Any = trainer.args
     config = args.accelerator_config
     return [

@@ -1,4 +1,4 @@
-"""Whether a transformers model keeps packed documents apart, found out by running it.
+"""A check that a transformers model keeps packed documents apart, by running it.
 
 Core attention follows the manifest, whatever the model does around it. A model is right only if the
 rest does so too: position embeddings must follow ``position_ids``, and nothing else (convolutions,
@@ -25,31 +25,29 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_host
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs, uncompiled
+from trainer_client.hooks.kept_state import untouched
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.uncompiled import uncompiled
-from trainer_client.hooks.untouched import untouched
-from trainer_client.loops.tensor_parallel import n_shares
-from trainer_client.models.at_home import HomeMask, is_at_home
+from trainer_client.hooks.sharded_weights import needs_other_ranks
+from trainer_client.hooks.tensor_parallel import n_shares
+from trainer_client.local_attention.at_home import HomeMask, is_at_home
+from trainer_client.local_attention.plain import attend_plainly
 from trainer_client.models.documents import CHECKED, Documents, documents_of
-from trainer_client.models.plain_attention import attend_plainly
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
 IMPLEMENTATION = "distca"
 
 LENGTHS = (5, 4, 5)
-"""Of the check's documents, for each tensor-parallel rank: sequence parallelism gives all of them
-equally many rows. The first and the last are equally
-long, so that they can change places: then the same rows are computed, in another order, and what
-differs is hardly even rounding."""
+"""Lengths of the check's documents, for each tensor-parallel rank: sequence parallelism gives all
+of them equally many rows. The first and the last change places: the same rows are computed then, in
+another order, and hardly even rounding differs."""
 
 TRIES = 3
 """Rounding may send a token to another expert, which changes its outputs as a fault does; but a
@@ -114,7 +112,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class DocumentCheck:
-    """What was found out of a model.
+    """Findings about a model.
 
     Attributes:
         calls: of core attention in one forward, in order.
@@ -122,7 +120,7 @@ class DocumentCheck:
         fault: why the model can take rows of one whole document only; empty if it takes packed
             documents.
         counts_from_zero: whether a document's tokens have positions from 0 up where the model is
-            not told any; those of RoBERTa begin behind the padding token's id.
+            given none; those of RoBERTa begin behind the padding token's id.
     """
 
     calls: tuple[ModelCall, ...]
@@ -132,8 +130,8 @@ class DocumentCheck:
 
     @property
     def serves_windows(self) -> bool:
-        """Whether layers with windows or chunks are served: the model has no others. They take
-        documents that fit into one."""
+        """Return whether layers with windows or chunks are served: the model has no others. They
+        take documents that fit into one."""
         return not any(call.kind.is_full for call in self.calls)
 
     @property
@@ -146,7 +144,7 @@ class DocumentCheck:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """What a layer asks of attention, besides the rows.
+    """Demands of a layer on attention, besides the rows.
 
     Attributes:
         kind: which keys its queries see.
@@ -171,7 +169,7 @@ class Check:
     modules: list[nn.Module] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
-    """By call, whether gradients are kept."""
+    """Flags by call: gradients are kept."""
 
     def attend(
         self,
@@ -192,17 +190,13 @@ class Check:
 
         Returns:
             o ``[1, rows, num_heads, head_dim_v]``.
-
-        Raises:
-            UnsupportedModel: the tensors have other rows than the documents.
         """
         n_rows = sum(self.documents.lengths)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.shape[2] != n_rows:
                 raise UnsupportedModel(
                     f"{type(module).__name__} calls attention with {tensor.shape[2]} rows of "
-                    f"{name} for {n_rows} tokens; every token must have one row (no cache, no "
-                    "cross attention, no pooled keys)"
+                    f"{name} for {n_rows} tokens; every token has one row, without cache or pooling"
                 )
         scale = query.shape[3] ** -0.5 if layer.scaling is None else layer.scaling
         self.modules.append(module)
@@ -250,7 +244,7 @@ _of_attention: WeakKeyDictionary[nn.Module, DocumentCheck] = WeakKeyDictionary()
 
 
 def check_of(attention: nn.Module) -> DocumentCheck | None:
-    """What was found out of the model that the attention module belongs to, if it was checked."""
+    """The check of the model that the attention module belongs to, if it was checked."""
     return _of_attention.get(attention)
 
 
@@ -280,9 +274,6 @@ def check_documents(model: nn.Module) -> DocumentCheck:
 def check_models_in(module: nn.Module) -> None:
     """Checks every model in ``module`` that was not; one that may have one document a row only is
     refused when it is given more.
-
-    Raises:
-        UnsupportedModel: as :func:`check_documents`.
     """
     for model in _outermost(module):
         if model not in _checked_models:
@@ -358,14 +349,14 @@ def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         for name, value in _arguments(model, args, kwargs).items()
         if name in CHECKED and isinstance(value, torch.Tensor) and value.dim() <= 2
     }
-    if model not in _checked_models and not _is_sharded(model):
+    if model not in _checked_models and not needs_other_ranks(model):
         _check(model, _POSITIONS | frozenset(told))
     # What reaches attention is checked there too, but some models hand nothing on.
     documents_of(require_lane()).check(told)
 
 
 def _arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name."""
+    """All arguments by name."""
     if not args:
         return kwargs
     names = inspect.signature(model.forward).parameters
@@ -373,7 +364,8 @@ def _arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def is_served_model(module: nn.Module) -> bool:
-    """Whether ``module`` is or holds a model of transformers that asks for served attention."""
+    """Return whether ``module`` is or holds a model of transformers that asks for served
+    attention."""
     return next(_outermost(module), None) is not None
 
 
@@ -392,14 +384,6 @@ def _asks_for_us(model: nn.Module) -> bool:
     )
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether a forward needs other ranks (FSDP, DeepSpeed's ZeRO-3)."""
-    return any(
-        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
-        for parameter in model.parameters()
-    ) or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-
-
 class _Checker:
     """Checks one model with one set of arguments."""
 
@@ -413,11 +397,8 @@ class _Checker:
         self._lengths = [length * n_shares(model) for length in LENGTHS]
 
     def run(self) -> DocumentCheck:
-        """Finds the calls, and the fault.
+        """Finds the calls, and the fault."""
 
-        Raises:
-            UnsupportedModel: the model is refused.
-        """
         if self._device.type == "meta":
             raise UnsupportedModel(
                 f"{self._name} is on the meta device; give its weights values before it is checked"
@@ -433,7 +414,7 @@ class _Checker:
             module.training = self._training
         # So that what attention is asked for in training only is refused too. Weights that other
         # ranks have a part of would be gathered for a backward pass that does not come.
-        with torch.set_grad_enabled(not _is_sharded(self._model)):
+        with torch.set_grad_enabled(not needs_other_ranks(self._model)):
             check = self._forward(self._draw(0))[1]
         self._require_trained_to_the_top(check)
         found = DocumentCheck(
@@ -453,8 +434,7 @@ class _Checker:
             skipped = check.trained.index(False, lowest)
             raise UnsupportedModel(
                 f"{self._name} runs call {skipped} of core attention under torch.no_grad, after "
-                f"call {lowest}, which trains; servers expect a backward pass of every call above "
-                "the lowest that trains"
+                f"call {lowest}, which trains; train all calls above the lowest that trains"
             )
 
     def _modules(self) -> list[nn.Module]:
@@ -465,7 +445,7 @@ class _Checker:
         return modules
 
     def _fault(self, seed: int) -> str:
-        """Why the model may have one document a row only; empty if these tokens do not show it."""
+        """The reason to take one document a row only; empty if these tokens do not show one."""
         first, middle, last = self._draw(seed)
         outputs, _ = self._forward([first, middle, last])
         scale = max(float(output.abs().max()) for output in outputs)
@@ -511,9 +491,9 @@ class _Checker:
         return ""
 
     def _counts_from_zero(self) -> bool:
-        """Whether one document alone gives the same with its positions and without any, but for
-        what differs between two equal passes. A model that does not run without them counts none by
-        itself."""
+        """Return whether one document alone gives the same with its positions and without any, but
+        for what differs between two equal passes. A model that does not run without them counts
+        none by itself."""
         ids = self._draw(0)[0][None]
 
         def output(names: frozenset[str]) -> torch.Tensor:
@@ -589,7 +569,7 @@ class _Checker:
         return found if found.shape[1:2] == ids.shape[1:] or not inside else inside[-1]
 
     def _tokens(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What tells the model of tokens: vectors, if a stage below embeds them."""
+        """Tokens for the model: vectors, if a stage below embeds them."""
         if _embeds(self._model):
             return {"input_ids": ids.to(self._device)}
         generator = torch.Generator().manual_seed(0)
@@ -600,7 +580,7 @@ class _Checker:
 
 
 def _everything(documents: Documents) -> dict[str, Any]:
-    """Whatever may tell a model of documents."""
+    """All arguments that may show a model its documents."""
     lengths = torch.tensor(documents.lengths)
     cumulative = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     return {
@@ -624,7 +604,7 @@ def _main_output(output: Any) -> torch.Tensor:
 
 
 def _embeds(model: PreTrainedModel) -> bool:
-    """Whether the model has embeddings of tokens, as far as can be told."""
+    """Return whether the model has embeddings of tokens, as far as that shows."""
     base: Any = model.base_model
     # Stages are made of whole models by setting the parts that they do not have to None.
     embeddings = getattr(base, getattr(base, "_input_embed_layer", "embed_tokens"), base)
@@ -655,7 +635,7 @@ def _why_it_failed(model: PreTrainedModel) -> str:
 
 
 def no_interface(config: PretrainedConfig) -> str:
-    """Why a model is refused that does not use the attention interface, in words."""
+    """The reason to refuse a model that does not use the attention interface."""
     adds_alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
     return (
         f"model type {config.model_type!r} computes attention by itself, not through "
@@ -666,7 +646,7 @@ def no_interface(config: PretrainedConfig) -> str:
 
 
 def has_attention_interface(model_class: type[PreTrainedModel]) -> bool:
-    """Whether the class looks its attention up by name in transformers' registry."""
+    """Return whether the class looks its attention up by name in transformers' registry."""
     for name, classes in vars(sys.modules[model_class.__module__]).items():
         if name.endswith("ATTENTION_CLASSES") and isinstance(classes, dict):
             return IMPLEMENTATION in classes

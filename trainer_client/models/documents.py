@@ -1,4 +1,4 @@
-"""What a model hands over about the documents of its rows, compared with what was planned."""
+"""Comparison of what a model hands over about its documents with what was planned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_client.step.lane import Lane
 from trainer_client.step.running_step import RunningStep
 
 CHECKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-"""Arguments of models that tell of the documents."""
+"""Arguments of models that show the documents."""
 
 
 class Documents:
@@ -29,7 +29,7 @@ class Documents:
         is_of_row: whether they are of all nano-batches of a step, in one row.
 
     Attributes:
-        told: names of what was handed over and tells of these documents.
+        told: names of what was handed over and shows these documents.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class Documents:
 
     @property
     def is_one_from_its_start(self) -> bool:
-        """Whether all rows are one document's, from its first token on (or there are none)."""
+        """Return whether all rows are one document's, from its first token on (or there are
+        none)."""
         return [offset for _, offset, _ in self.segments] in ([], [0])
 
     @property
     def tell_masks_apart(self) -> bool:
-        """Whether any segment has several rows, of which masks can be asked: in one row, also of a
-        longer document, what a causal mask shows is what any other does."""
+        """Return whether any segment has several rows, of which masks can be asked: in one row,
+        also of a longer document, what a causal mask shows is what any other does."""
         return max(self.lengths, default=0) > 1
 
     @cached_property
@@ -71,12 +72,9 @@ class Documents:
         return torch.from_numpy(runs_to_rows(held[:, 1], held[:, 2]))
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Compares those of ``arguments`` that tell of documents, once they are on the host: the
+        """Compares those of ``arguments`` that show documents, once they are on the host: the
         thread does not wait for its GPU. What is not there yet is compared in a later call, at the
         latest in :meth:`check_all`.
-
-        Raises:
-            ValueError: one of them, or of the calls before, tells of others.
         """
         for name in CHECKED:
             tensor = arguments.get(name)
@@ -91,11 +89,8 @@ class Documents:
             self._compare_next()
 
     def check_all(self) -> None:
-        """Compares what has not been compared yet.
+        """Compares what has not been compared yet."""
 
-        Raises:
-            ValueError: as :meth:`check`.
-        """
         while self._copies:
             self._compare_next()
 
@@ -114,9 +109,8 @@ class Documents:
         n_rows = sum(self.lengths)
         if name == "position_ids" and (tensor.dim() > 2 or tensor.numel() != n_rows):
             raise ValueError(
-                f"{self.where}: {name} have shape {tuple(tensor.shape)}, the manifest "
-                f"{n_rows} rows; pack the documents of a nano-batch into one row and "
-                "give [1, rows] (3-D ids are not supported)"
+                f"{self.where}: {name} have shape {tuple(tensor.shape)}, the manifest {n_rows} "
+                "rows; pack the documents of a nano-batch into one row [1, rows]"
             )
         if name == "seq_idx" and tensor.numel() != n_rows:
             raise ValueError(
@@ -147,8 +141,8 @@ class Documents:
         expected = [row for row, _, _ in self.segments]
         if found != expected:
             raise ValueError(
-                f"{self.where}: {name} has documents begin at rows {found[:8]}..., the manifest "
-                f"at {expected[:8]}...; submit the manifest of the batch that is run"
+                f"{self.where}: {name} has documents begin at rows {found[:8]}..., the manifest at "
+                f"{expected[:8]}...; submit the manifest of the batch that is run"
             )
 
 

@@ -1,4 +1,4 @@
-"""What kind of layer a module of transformers is, and whether all that it says agrees."""
+"""The kind of a layer of transformers, and checks that all it says agrees."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ def check_kind(
         kind: of the mask.
         sliding_window: what the call says.
         documents: of the nano-batch.
-
-    Raises:
-        UnsupportedArgument: they differ where it changes the result.
     """
     longest = documents.longest
     if sliding_window is not None and sliding_window != kind.reach and sliding_window < longest:
         raise UnsupportedArgument(
             f"{type(module).__name__} calls attention with sliding_window={sliding_window} and a "
-            f"mask that is {kind}, and the longest document of {documents.where} has {longest} "
-            "tokens: it is not clear which keys a query sees"
+            f"mask that is {kind}; make them equal, or longer than {longest} tokens "
+            f"({documents.where})"
         )
     said = _kind_in_config(module)
     if said is None or said == str(kind).split()[0]:
@@ -55,22 +52,19 @@ def check_kind(
 
 
 def check_causality(module: nn.Module, mask: MaskKind, *, is_causal: bool) -> None:
-    """Compares a layer's mask with what its module or call says.
+    """Compares a layer's mask with what its module or call says."""
 
-    Raises:
-        UnsupportedArgument: they differ.
-    """
     if is_causal == (mask is MaskKind.CAUSAL):
         return
     kind = "causal" if mask is MaskKind.CAUSAL else "bidirectional"
     raise UnsupportedArgument(
-        f"attn_implementation='distca' does not support is_causal={is_causal} with a mask that is "
-        f"{kind}, as {type(module).__name__} has them: it is not clear which keys a query sees"
+        f"{type(module).__name__} says is_causal={is_causal} with a mask that is {kind}; "
+        "attn_implementation='distca' does not support that"
     )
 
 
 def mask_of(module: nn.Module, asked: LayerMask, documents: Documents) -> MaskKind:
-    """The mask of a layer, from that of its call where documents tell masks apart: a probe has
+    """The mask of a layer, from that of its call where documents distinguish masks: a probe has
     none, and in single rows all masks are one."""
     check = check_of(module)
     if check is not None and check.calls and not documents.tell_masks_apart:
@@ -79,24 +73,19 @@ def mask_of(module: nn.Module, asked: LayerMask, documents: Documents) -> MaskKi
 
 
 def serves_windows(module: nn.Module) -> bool:
-    """Whether layers with windows are served in the module's model: it has no others."""
+    """Return whether layers with windows are served in the module's model: it has no others."""
     check = check_of(module)
     return check is not None and check.serves_windows
 
 
 def refuse_short_window(module: nn.Module, kind: LayerKind, documents: Documents) -> None:
-    """Refuses documents that do not fit into the window of a layer that is served.
+    """Refuses documents that do not fit into the window of a layer that is served."""
 
-    Raises:
-        UnsupportedArgument: there is one.
-    """
     if kind.reach is not None and kind.reach < documents.longest:
         raise UnsupportedArgument(
-            f"every layer of this model has a window or chunks, that of {type(module).__name__} "
-            f"{kind.reach} tokens, and the longest document of {documents.where} has "
-            f"{documents.longest}: no layer computes attention over whole documents, so that there "
-            "is nothing to balance. Train it without DistCA, cut documents to the window, or turn "
-            "the window off in the model's config"
+            f"every layer has a window or chunks, {type(module).__name__} of {kind.reach} tokens, "
+            f"and {documents.where} a document of {documents.longest}: cut documents, or turn "
+            "windows off"
         )
 
 

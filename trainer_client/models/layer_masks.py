@@ -17,10 +17,10 @@ from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_device
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.models.at_home import HomeMask, is_at_home, rows_are_split
+from trainer_client.hooks.probing import current_probe
+from trainer_client.local_attention.at_home import HomeMask, is_at_home, rows_are_split
 from trainer_client.models.document_check import current_check
 from trainer_client.models.documents import Documents, documents_of, documents_of_row
-from trainer_client.models.probe import current_recorder
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
@@ -82,9 +82,8 @@ def distca_mask(
         return UnsupportedMask("padding (remove padding and pack documents instead)")
     if kwargs.get("use_vmap"):
         return UnsupportedMask(
-            "a mask function of the model's own, which may show pictures' tokens to each other "
-            "(train a multimodal model's text-only class, such as Gemma3ForCausalLM, if there are "
-            "no pictures)"
+            "a mask function of the model's own (train a multimodal model's text-only class, if "
+            "there are no pictures)"
         )
     if q_length != kv_length or q_offset or kv_offset:
         return UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
@@ -93,7 +92,7 @@ def distca_mask(
         return UnsupportedMask(f"a window of {local_size} tokens")
     kind = _kind(local_size, kwargs.get("config"))
     mask = None if kind.is_full else LayerMask(kind)
-    if mask_function is None or current_recorder.get() is not None:
+    if mask_function is None or current_probe.get() is not None:
         return mask
     if is_shape_inference(Checkpoints().recomputed):
         return mask
@@ -118,8 +117,9 @@ def distca_mask(
 
 
 def current_documents() -> Documents:
-    """Of the check that runs, or else of the lane; of the whole row, where the lanes are chosen
-    further inside, as for the masks that a multimodal model makes and hands to its decoder."""
+    """Documents of the check that runs, or else of the lane; of the whole row, where the lanes are
+    chosen further inside, as for the masks that a multimodal model makes and hands to its
+    decoder."""
     check = current_check.get()
     if check is not None:
         return check.documents
@@ -131,7 +131,7 @@ def current_documents() -> Documents:
 
 
 def _kind(local_size: int | None, config: Any) -> LayerKind:
-    """Transformers tells the size of windows and chunks by one name."""
+    """The kind of a layer; transformers has one name for the size of windows and chunks."""
     if local_size is None:
         return FULL
     chunk = getattr(config, "attention_chunk_size", None)
@@ -143,7 +143,7 @@ def _kind(local_size: int | None, config: Any) -> LayerKind:
 def _shows_all(
     documents: Documents, mask_function: Callable[..., Any], device: torch.device
 ) -> bool:
-    """Whether each row sees the first and the last row of its segment: then the mask is
+    """Return whether each row sees the first and the last row of its segment: then the mask is
     bidirectional. What it shows of other documents does not matter."""
     segments = on_device(torch.tensor(documents.segments, dtype=torch.int64), device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)

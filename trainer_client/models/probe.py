@@ -1,4 +1,4 @@
-"""What core attention a model calls, found by one forward in which none is served.
+"""A probe of the core attention that a model calls: one forward in which none is served.
 
 During the probe :func:`trainer_client.core_attention` notes what it is given and returns zeros. The
 model is left as it was: no gradients, and random number generators, buffers and what modules keep
@@ -13,13 +13,11 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -32,16 +30,16 @@ from core_attention.errors import TensorError
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
-from trainer_client.hooks.uncompiled import uncompiled
-from trainer_client.hooks.untouched import untouched
-from trainer_client.loops.tensor_parallel import (
+from trainer_client.hooks.compile_boundary import uncompiled
+from trainer_client.hooks.kept_state import untouched
+from trainer_client.hooks.probing import current_probe
+from trainer_client.hooks.sharded_weights import is_fsdp_1, units
+from trainer_client.hooks.tensor_parallel import (
     check_local,
-    is_sharded_by_fsdp,
     mesh_of,
     n_shares,
     named_failures,
 )
-from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.ping_pong import PingPong
 
 logger = logging.getLogger(__name__)
@@ -51,19 +49,15 @@ DOCUMENT_TOKENS = 4
 
 
 def refuse_prompts(model: nn.Module) -> None:
-    """Checks that no adapter of peft in ``model`` puts tokens or keys before its rows.
+    """Checks that no adapter of peft in ``model`` puts tokens or keys before its rows."""
 
-    Raises:
-        SessionError: one does.
-    """
     for module in model.modules():
         config: Any = getattr(module, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False) is True:
             raise SessionError(
                 f"{type(config).__name__} of peft puts {config.num_virtual_tokens} virtual tokens "
-                "before every row, which no manifest has, and leaves out position_ids: such a "
-                "model cannot be served. Use an adapter inside the layers, such as LoRA, or train "
-                "with core attention at home: 'with trainer_client.at_home():'"
+                "before every row; use an adapter inside the layers, such as LoRA, or 'with "
+                "trainer_client.at_home():'"
             )
 
 
@@ -72,7 +66,7 @@ _BY_HAND = "or set n_layers, shape and softmax_scale of SessionOptions yourself"
 
 @dataclass(frozen=True, kw_only=True)
 class CallKind:
-    """What all calls of core attention in a job share.
+    """The properties that all calls of core attention in a job share.
 
     Attributes:
         shape: heads, head dims and dtype.
@@ -95,7 +89,7 @@ class Recorder:
     """Takes the calls of core attention of one forward.
 
     Args:
-        model: whose modules' names calls are told by.
+        model: its modules name the calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +107,7 @@ class Recorder:
         *,
         softcap: float | None = None,
         mask: MaskKind = MaskKind.CAUSAL,
-        kind: LayerKind = FULL,
+        served: bool = True,
     ) -> torch.Tensor:
         """Notes a call; of those that are computed at home only that there was one.
 
@@ -124,13 +118,10 @@ class Recorder:
             scale: what the model multiplies q.k by, if it says.
             softcap: of the scores.
             mask: which keys a query sees.
-            kind: of the layer.
+            served: whether servers are to compute it.
 
         Returns:
             Zeros in the place of o, ``[rows, num_heads, head_dim_v]``.
-
-        Raises:
-            TensorError: a shape, dtype, device or stride is wrong.
         """
         check_local(q=q, k=k, v=v)
         q, k, v = (_as_under_autocast(tensor) for tensor in (q, k, v))
@@ -150,7 +141,7 @@ class Recorder:
             mask=mask,
         )
         check_qkv(q, k, v, shape, len(q))
-        if kind.is_full:
+        if served:
             self.calls.append(
                 (self._place(), CallKind(shape=shape, softmax_scale=scale, device=q.device))
             )
@@ -159,39 +150,34 @@ class Recorder:
         return q.new_zeros(len(q), shape.num_heads, shape.head_dim_v)
 
     def kind(self) -> CallKind:
-        """What all calls have in common.
+        """The properties that all calls have in common."""
 
-        Raises:
-            SessionError: there are none, or they differ; names the modules and the values.
-        """
         kinds: dict[CallKind, list[str]] = {}
         for place, kind in self.calls:
             kinds.setdefault(kind, []).append(place)
         if not kinds and self.home_calls:
             raise SessionError(
-                f"all {self.home_calls} layers of the model have a window or chunks, which are "
-                "computed at home: servers would have nothing to do. Train it without DistCA"
+                f"all {self.home_calls} layers of the model have a window or chunks, and servers "
+                "would have nothing to do; train it without DistCA"
             )
         if not kinds:
             raise SessionError(
-                "the probe's forward did not call core attention; load the model with "
-                "attn_implementation='distca' after "
-                "'import trainer_client.models.transformers', or call "
+                "the model did not call core attention; load it with attn_implementation='distca' "
+                "after 'import trainer_client.models.transformers', or call "
                 "trainer_client.core_attention in it"
             )
         if len(kinds) > 1:
             shown = "; ".join(f"{_some(places)}: {kind}" for kind, places in kinds.items())
             raise SessionError(
-                "all core attention that is served has one shape, dtype and scale, and the model's "
-                f"differ: {shown}. Serve the layers of one kind, and give the others another "
-                "implementation"
+                f"calls of core attention differ in shape, dtype or scale: {shown}; serve layers "
+                "of one kind, and give the others another implementation"
             )
         return next(iter(kinds))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Calls of core attention inside the block come here."""
-        token = current_recorder.set(self)
+        token = current_probe.set(self)
         try:
             with (
                 register_module_forward_pre_hook(self._enter),
@@ -199,28 +185,25 @@ class Recorder:
             ):
                 yield
         finally:
-            current_recorder.reset(token)
+            current_probe.reset(token)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         # The hooks are the process's; other threads run modules too.
-        if current_recorder.get() is self:
+        if current_probe.get() is self:
             self._inside.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if current_recorder.get() is self:
+        if current_probe.get() is self:
             self._inside.pop()
 
     def _place(self) -> str:
-        """Where the current call comes from."""
+        """The name of the module that calls."""
         names = (self._names.get(id(module)) for module in reversed(self._inside))
         return next((name for name in names if name), f"call {len(self.calls) + 1}")
 
 
-current_recorder: ContextVar[Recorder | None] = ContextVar("distca_recorder", default=None)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ServedAttention:
+class ProbedAttention:
     """The core attention of a model.
 
     Attributes:
@@ -232,11 +215,8 @@ class ServedAttention:
     kind: CallKind
 
     def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``options`` of a session, with those that follow from the model.
+        """``options`` of a session, with those that follow from the model."""
 
-        Raises:
-            ValueError: an option says otherwise than the model.
-        """
         found = {
             "n_layers": self.n_layers,
             "shape": self.kind.shape,
@@ -248,13 +228,12 @@ class ServedAttention:
             if given is not None and value is not None and not _agree(given, value):
                 raise ValueError(
                     f"{name} is {given}, and the probe of the model found {value}; leave {name} "
-                    "out, or call for_model as the model is trained: on its device, inside its "
-                    "torch.autocast, with inputs= that reach the same layers"
+                    "out, or probe the model as it is trained (device, autocast, inputs)"
                 )
         return {**found, **{name: value for name, value in options.items() if value is not None}}
 
 
-def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> ServedAttention:
+def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> ProbedAttention:
     """Runs one forward of ``model``, in the mode (train or eval) and the autocast that it is in.
 
     ``DistributedDataParallel``, :class:`trainer_client.PingPong` and ``torch.compile`` around the
@@ -288,7 +267,7 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
         _check_documents(model)
         with untouched(model), uncompiled(), recorder.recording():
             model(**moved)
-    found = ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
+    found = ProbedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
     logger.info(
         "%s: one forward of a few tokens, without gradients, called core attention in %d layers "
         "that are served and %d that are computed at home: %s",
@@ -323,13 +302,13 @@ def _bare(model: nn.Module) -> nn.Module:
 def _check_weights(model: nn.Module) -> None:
     """A forward must need no other rank but those of a tensor-parallel group, and give true shapes
     and devices."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if is_fsdp_1(model):
         raise SessionError(
             "the model is sharded with FullyShardedDataParallel, whose forward needs all ranks; "
             f"call SessionOptions.for_model before the model is wrapped, {_BY_HAND}"
         )
     # Under tensor parallelism ranks come together anyway.
-    if is_sharded_by_fsdp(model) and mesh_of(model) is None:
+    if next(units(model), None) is not None and mesh_of(model) is None:
         raise SessionError(
             "the model is sharded with fully_shard, whose forward needs all ranks; call "
             f"SessionOptions.for_model before the model is sharded, {_BY_HAND}"
@@ -346,8 +325,8 @@ def _default_inputs(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"{type(model).__name__} is not a model of transformers, so its inputs are unknown; "
-            "give SessionOptions.for_model inputs={...}, the keyword arguments of one forward"
+            f"{type(model).__name__} is not a model of transformers; give SessionOptions.for_model "
+            f"inputs={{...}}, the keyword arguments of one forward"
         )
     # Sequence parallelism gives all ranks of a group equally many rows.
     positions = torch.arange(DOCUMENT_TOKENS * n_shares(model)).repeat(2)[None]

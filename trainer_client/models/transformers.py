@@ -20,9 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from core_attention.host_copies import on_device
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.hooks.graphs import outside_graphs, refuse_tracing
+from trainer_client.hooks.compile_boundary import outside_graphs, refuse_tracing
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
-from trainer_client.models.at_home import (
+from trainer_client.hooks.probing import current_probe
+from trainer_client.local_attention.at_home import (
     HomeMask,
     attend_at_home,
     document_lengths,
@@ -56,7 +57,6 @@ from trainer_client.models.layer_masks import (
     distca_mask,
     shows,
 )
-from trainer_client.models.probe import current_recorder
 from trainer_client.step.home_tasks import FULL
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
@@ -90,7 +90,7 @@ _NEUTRAL: dict[str, Any] = {"output_attentions": False, "dropout": 0.0}
 """Arguments that are supported with this one value only (or None)."""
 
 _NOT_PLANNED = Documents("the probe", [])
-"""In a probe only shapes are asked for."""
+"""Stands for documents in a probe, where only shapes are asked for."""
 
 
 @outside_graphs
@@ -146,7 +146,7 @@ def distca_attention(
         attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)
         told = attention_mask, scaling, dropout
         return _at_home(attend, module, query, key, value, *told, kwargs), None
-    documents = _NOT_PLANNED if current_recorder.get() else current_documents()
+    documents = _NOT_PLANNED if current_probe.get() else current_documents()
     asked = attention_mask if isinstance(attention_mask, LayerMask) else CAUSAL
     mask = mask_of(module, asked, documents)
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
@@ -156,8 +156,8 @@ def distca_attention(
     check_kind(module, asked.kind, sliding_window, documents)
     if query.shape[0] != 1:
         raise UnsupportedArgument(
-            f"query has a batch of {query.shape[0]}; pack the documents of a nano-batch into one "
-            "row, [1, rows], with position_ids that restart at 0"
+            f"query has a batch of {query.shape[0]}; pack documents into one row [1, rows] with "
+            "position_ids that restart at 0"
         )
     layer = LayerCall(asked.kind, softcap or 0.0, scaling, s_aux, mask)
     query, key, value = _cast(module, query, key, value)
@@ -175,8 +175,7 @@ def _at_home(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention by ``attend`` of rows that nobody has planned; what no mask tells is refused as
-    ever."""
+    """Attention by ``attend`` of rows that nobody has planned."""
     _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedArgument(
@@ -201,7 +200,7 @@ def _documents_at_home(
 ) -> tuple[list[int] | None, torch.Tensor | None]:
     """The documents' lengths, if ``mask`` hides later keys and other documents and nothing else;
     or None. Then, if there are several, what ``mask`` shows within documents, whether the model
-    asked for that or not: gpt-oss tells only of the window."""
+    asked for that or not: gpt-oss shows only the window."""
     lengths = document_lengths(positions) if positions.numel() == mask.asked["q_length"] else None
     if lengths is None or mask.pads:
         return None, None
@@ -228,14 +227,14 @@ def _attend(
     documents: Documents,
     told: dict[str, Any],
 ) -> torch.Tensor:
-    """In a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
+    """Core attention in a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
 
     Args:
         layer: what the module asks for.
         documents: of the nano-batch.
-        told: arguments of the call, those that tell of documents among them.
+        told: arguments of the call, those that show documents among them.
     """
-    recorder = current_recorder.get()
+    recorder = current_probe.get()
     if recorder is None:
         documents.check(told)
         if (check := current_check.get()) is not None:
@@ -244,14 +243,12 @@ def _attend(
     kind = FULL if serves_windows(module) else layer.kind
     if recorder is not None:
         return recorder.call(
-            q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, kind=kind
+            q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, served=kind.is_full
         )[None]
     if documents.is_of_row:
         raise UnsupportedModel(
-            f"{type(module).__name__} calls core attention beside the layers among which the row "
-            "is split: what a model computes there, such as a tower of pictures, is not served. "
-            "Give it another implementation when it is loaded, as in attn_implementation="
-            "{'text_config': 'distca', 'vision_config': 'sdpa'}"
+            f"{type(module).__name__} calls core attention beside the decoder's layers; load it "
+            f"with attn_implementation={{'text_config': 'distca', 'vision_config': 'sdpa'}}"
         )
     lane = require_lane()
     _refuse_unproven(module, documents)
@@ -277,12 +274,10 @@ def _attend(
 
 
 def _refuse_cached_keys(module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Of rows ``[rows, heads, head_dim]``."""
     if len(k) > len(q):
         raise UnsupportedArgument(
-            f"{type(module).__name__} attends from {len(q)} rows to the keys of {len(k)}: a cache "
-            "has brought those of an earlier call, or of this one where an activation checkpoint "
-            "runs it again. Give the model use_cache=False: a step's rows hold all of its keys"
+            f"{type(module).__name__} attends from {len(q)} rows to the keys of {len(k)}, some of "
+            "them cached; give the model use_cache=False"
         )
 
 
@@ -298,9 +293,8 @@ def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     if refused:
         shown = ", ".join(f"{name}={_short(value)}" for name, value in sorted(refused.items()))
         raise UnsupportedArgument(
-            f"attn_implementation='distca' does not support {shown}; it computes attention within "
-            "documents, without dropout. Turn the feature off in the model's config, or "
-            "use another implementation"
+            f"attn_implementation='distca' does not support {shown}; turn the feature off in the "
+            "model's config, or use another implementation"
         )
 
 
@@ -337,24 +331,20 @@ def _refuse_unproven(module: nn.Module, documents: Documents) -> None:
     check = check_of(module)
     if check is None:
         raise UnsupportedModel(
-            f"nothing shows that the model of this {type(module).__name__} keeps documents apart: "
-            "its weights were sharded before its first step, or its attention modules were put in "
-            "later. Call trainer_client.models.transformers."
-            "check_documents(model) before it is sharded (or on all ranks together) and before "
-            "its first step"
+            f"nothing shows that the model of {type(module).__name__} keeps documents apart; call "
+            "check_documents(model) before it is sharded, or on all ranks before its first step"
         )
     if check.fault and not documents.is_one_from_its_start:
         raise UnsupportedModel(
-            f"{documents.where} holds segments of lengths {documents.lengths[:8]}, and the model "
-            f"of {type(module).__name__} can have one whole document in a nano-batch only: "
-            f"{check.fault}. Give each nano-batch one document that is whole on its rank"
+            f"{documents.where} holds segments of lengths {documents.lengths[:8]}, and "
+            f"{type(module).__name__} can have one whole document in a nano-batch only: "
+            f"{check.fault}"
         )
     if missing := sorted(check.needs - documents.told):
         raise UnsupportedArgument(
             f"{documents.where}: the model of {type(module).__name__} was called without "
-            f"{', '.join(missing)}, so that its documents cannot be compared with the manifest; "
-            "call it with position_ids that restart at 0 in every document"
-            + (f", and with {', '.join(missing)}" if missing != ["position_ids"] else "")
+            f"{', '.join(missing)}; hand it over, with position_ids that restart at 0 in every "
+            "document"
         )
 
 
@@ -371,9 +361,8 @@ def _cast(module: nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
             for name, tensor in zip(("query", "key", "value"), tensors, strict=True)
         )
         raise UnsupportedArgument(
-            f"{type(module).__name__} hands over {shown}: the model's weights are of several "
-            "dtypes, or it computes parts in float32. Run its forward inside torch.autocast, or "
-            "convert the whole model with .to(dtype)"
+            f"{type(module).__name__} hands over {shown}: weights are of several dtypes; run the "
+            "forward inside torch.autocast, or convert the model with .to(dtype)"
         )
     return list(tensors)
 
@@ -384,14 +373,13 @@ def _check_dtype(lane: Lane, query: torch.Tensor) -> None:
         return
     if torch.is_autocast_enabled(query.device.type):
         raise UnsupportedArgument(
-            f"torch.autocast computes attention in {_dtype(query)}, and the session was opened "
-            f"with {dtype}; open it with shape=AttentionShape(..., dtype={_dtype(query)!r}) in "
-            "SessionOptions, or turn autocast off"
+            f"torch.autocast computes attention in {_dtype(query)}, the session in {dtype}; open "
+            f"it with AttentionShape(..., dtype={_dtype(query)!r}), or turn autocast off"
         )
     raise UnsupportedArgument(
-        f"the model computes attention in {_dtype(query)}, and the session was opened with "
-        f"{dtype}; open it with shape=AttentionShape(..., dtype={_dtype(query)!r}) in "
-        f"SessionOptions, or convert the model with .to(torch.{dtype})"
+        f"the model computes attention in {_dtype(query)}, the session in {dtype}; open it with "
+        f"AttentionShape(..., dtype={_dtype(query)!r}), or convert the model with "
+        f".to(torch.{dtype})"
     )
 
 
@@ -436,8 +424,9 @@ def _is_language_model(model: PreTrainedModel) -> bool:
 
 
 def _is_tower(model: PreTrainedModel) -> bool:
-    """Whether the model encodes pictures or sounds and knows no tokens. A tower with the config of
-    the whole model, such as Whisper's encoder, cannot have an implementation of its own."""
+    """Return whether the model encodes pictures or sounds and knows no tokens. A tower with the
+    config of the whole model, such as Whisper's encoder, cannot have an implementation of its
+    own."""
     modalities = model.input_modalities
     of_text = ({modalities} if isinstance(modalities, str) else set(modalities)) == {"text"}
     return not of_text and getattr(model.config.get_text_config(), "vocab_size", None) is None

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.errors import SessionError
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 
 
 class _Product(NamedTuple):
-    """What the gradient of a weight ``[n_out, n_in]`` is made of: ``do.T @ x`` over all rows.
+    """The factors of the gradient of a weight ``[n_out, n_in]``: ``do.T @ x`` over all rows.
 
     Attributes:
         weight: which.
@@ -46,7 +46,7 @@ class DeferredWeights:
         self._products: deque[_Product] = deque()
 
     def __call__(self) -> Callable[[], None]:
-        """What computes the gradients put off since the last call, and adds them to ``.grad``.
+        """A function that adds the gradients put off since the last call to ``.grad``.
         ``PipelineStage`` calls it after each backward, and the result in the second part."""
         products, self._products = self._products, deque()
         return partial(_accumulate, products)
@@ -54,9 +54,6 @@ class DeferredWeights:
     def watch(self, stage: Any) -> None:
         """Has products put off in backwards of ``stage`` that are one of two parts, and only there:
         ``backward_one_chunk`` is replaced on the object. ``Pipeline`` calls it.
-
-        Raises:
-            SessionError: the module of the stage is replicated by DistributedDataParallel.
         """
         _refuse_replicated(stage.submod)
         backward = stage.backward_one_chunk
@@ -74,7 +71,7 @@ class DeferredWeights:
         stage.backward_one_chunk = backward_one_chunk
 
     def takes(self, weight: nn.Parameter, x: torch.Tensor, do: torch.Tensor) -> bool:
-        """Whether the gradient of ``weight``, ``do.T @ x`` over all rows, is put off."""
+        """Return whether the gradient of ``weight``, ``do.T @ x`` over all rows, is put off."""
         if self._is_deferring:
             self._products.append(_Product(weight, x, do))
         return self._is_deferring
@@ -117,9 +114,8 @@ def _refuse_replicated(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             raise SessionError(
-                f"{name or type(part).__name__!r} is a DistributedDataParallel, which reduces "
-                "gradients before those that are put off are there; shard the module by "
-                "fully_shard, or reduce its gradients after the step"
+                f"{name or type(part).__name__!r} is a DistributedDataParallel, which would miss "
+                "gradients that are put off; use fully_shard, or reduce gradients after the step"
             )
 
 
@@ -134,7 +130,7 @@ def _linear(layer: nn.Linear, deferred: DeferredWeights, x: torch.Tensor) -> tor
 
 
 def _may_wait(weight: torch.Tensor) -> bool:
-    """Whether all that becomes of the gradient of ``weight`` is that it is in ``.grad``."""
+    """Return whether all that becomes of the gradient of ``weight`` is that it is in ``.grad``."""
     if isinstance(weight, DTensor) or not (weight.requires_grad and weight.is_leaf):
         return False
     return not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))

@@ -23,12 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from core_attention.schedule import Kind, Schedule, is_cell_of_actions, read_csv, write_csv
 from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.pipelining_dry_run import for_shapes
-from trainer_client.loops.fsdp import check_backward_in_parts, require_prepared
+from trainer_client.hooks.sharded_weights import check_backward_in_parts, require_prepared
 from trainer_client.pipelines.deferred_weights import DeferredWeights
 from trainer_client.pipelines.schedule_check import ScheduleCheck
-from trainer_client.pipelines.stage_labels import StageLabels
 from trainer_client.pipelines.stage_messages import StageMessages
 from trainer_client.session import Session
 from trainer_client.step.lane import (
@@ -88,9 +87,9 @@ class Pipeline:
         stages: its ``PipelineStage`` objects, those of lower layers first; their
             ``forward_one_chunk`` is replaced on the objects, and ``forward`` of their modules
             where a microbatch has several nano-batches.
-        meet_on_host: whether stages tell each other on the host what they are about to send, see
-            :mod:`trainer_client.pipelines.stage_messages`; None: on GPUs. Then all ranks of
-            ``torch.distributed`` make their ``Pipeline`` together.
+        meet_on_host: whether stages announce on the host what they send, see
+            :mod:`trainer_client.pipelines.stage_messages`; None: on GPUs and with a schedule. Then
+            all ranks of ``torch.distributed`` make their ``Pipeline`` together.
         cut_by: how a microbatch with several nano-batches is cut into them; None: as above.
 
     Raises:
@@ -98,7 +97,7 @@ class Pipeline:
             or one has no ``forward_one_chunk``, or is in another ``Pipeline``, or its module is
             sharded by FSDP1, or by FSDP2 and not prepared, see
             :func:`trainer_client.prepare_fsdp`, or in a way that loses gradients, see
-            :func:`trainer_client.loops.fsdp.check_backward_in_parts`.
+            :func:`trainer_client.hooks.sharded_weights.check_backward_in_parts`.
     """
 
     def __init__(
@@ -144,7 +143,8 @@ class Pipeline:
                         check_backward_in_parts(stage.submod)
         device = torch.device(options.device)
         if meet_on_host is None:
-            meet_on_host = device.type != "cpu"
+            # With a schedule, all ranks of the pipeline are the job's, and have a Pipeline.
+            meet_on_host = device.type != "cpu" or options.pipelining is not None
         self._messages: StageMessages | None = None
         if meet_on_host:
             self._messages = StageMessages(
@@ -153,9 +153,6 @@ class Pipeline:
                 options.n_nano_batches // n_rows,
                 device,
             )
-        elif options.pipelining is not None and device.type == "cpu":
-            # All ranks of the pipeline are the job's, and have a Pipeline.
-            StageLabels(stages)
         for stage in stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 if method := getattr(stage, name, None):
@@ -243,16 +240,15 @@ def _check_stages(stages: Sequence[Any], schedule: Schedule, pipeline_rank: int,
     own = [stage for stage, at in enumerate(schedule.rank_of_stage) if at == pipeline_rank]
     if given != own:
         raise SessionError(
-            f"stages {given} were given; pipeline_ranks of Pipelining has rank {rank} as rank "
-            f"{pipeline_rank} of a pipeline, where schedule {schedule.name} runs stages {own}: "
-            "give these, lower layers first, or change pipeline_ranks"
+            f"stages {given} were given, and schedule {schedule.name} runs stages {own} on rank "
+            f"{rank} (rank {pipeline_rank} of a pipeline); give these, lower layers first"
         )
 
 
 def _with_its_own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` of a stage, which raises what its module did. PyTorch puts a RuntimeError in its
-    place that tells of shapes alone: whoever catches errors by class would not know them, and other
-    ranks would be told no reason."""
+    place that names shapes alone: callers that catch errors by class would not know them, and other
+    ranks would see no reason."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -282,7 +278,8 @@ def _on_garbage(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def schedule_of(schedule: Any) -> Schedule:
-    """What a schedule of ``torch.distributed.pipelining`` runs, for ``SessionOptions.pipelining``.
+    """The order that a schedule of ``torch.distributed.pipelining`` runs, for
+    ``SessionOptions.pipelining``.
 
     Raises:
         SessionError: it does not say what it runs.
@@ -303,7 +300,7 @@ def schedule_of(schedule: Any) -> Schedule:
 
 
 def runtime_of(schedule: Schedule, stages: Sequence[Any], **options: Any) -> Any:
-    """What of ``torch.distributed.pipelining`` runs ``schedule``: the reverse of
+    """The runtime of ``torch.distributed.pipelining`` for ``schedule``: the reverse of
     :func:`schedule_of`.
 
     Args:
@@ -325,7 +322,7 @@ def _run_rows_in_turns(
 ) -> None:
     """Has ``module`` run the nano-batches of a microbatch one by one, in turns.
 
-    ``forward`` is replaced on the object: hooks of whoever wraps or shards it stay around it.
+    ``forward`` is replaced on the object: hooks of wrappers and of sharding stay around it.
     """
     if isinstance(module, DistributedDataParallel):
         module = module.module

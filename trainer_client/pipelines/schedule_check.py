@@ -1,4 +1,4 @@
-"""Whether a rank runs the schedule that its session knows.
+"""A check that a rank runs the schedule that its session knows.
 
 Servers expect the ticks of a rank in the order of its schedule, and post receives for the next
 actions only. A rank that runs another order would wait for a receive that comes too late, so the
@@ -45,18 +45,14 @@ class ScheduleCheck:
         )
 
     def runs(self, action: Action) -> None:
-        """An action begins.
+        """An action begins."""
 
-        Raises:
-            SessionError: another one is next.
-        """
         expected = self._left.popleft() if self._left else None
         if action != expected:
             raise SessionError(
-                f"the training loop runs {action} where schedule {self._name} of the session has "
-                f"{expected or 'nothing more'} on this rank; give SessionOptions.pipelining the "
-                "schedule that is run (schedule_of reads PyTorch's), and run all of it in one "
-                "step's block"
+                f"the loop runs {action} where schedule {self._name} has "
+                f"{expected or 'nothing more'}; give SessionOptions.pipelining the schedule that "
+                "is run, in one step's block"
             )
 
     def _checked(
@@ -76,7 +72,7 @@ def _forward(*args: Any, **kwargs: Any) -> Kind:
 
 
 def _backward(loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Kind:
-    """By the arguments of PyTorch's ``backward_one_chunk``."""
+    """The kind by the arguments of PyTorch's ``backward_one_chunk``."""
     return Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
 
 

@@ -1,4 +1,4 @@
-"""What stages send each other arrives at once, whatever the receiving rank does.
+"""Messages between stages that arrive at once, whatever the receiving rank does.
 
 A send or a receive of NCCL keeps a device until the other side has come. With core attention served
 that side may need this very rank to come: it waits for attention from this rank's server, whose
@@ -24,17 +24,21 @@ import torch
 import torch.distributed as dist
 
 from trainer_client.errors import SessionError
-from trainer_client.pipelines.stage_labels import of_another_step, running_step
+from trainer_client.step.lane import current_step
 
 _FORWARD, _BACKWARD = 0, 1
 _UNSENT = 2
 """So many messages to a rank may be under way before the stage's stream waits for the oldest."""
 _LISTENING = timedelta(days=1)
-"""Who needs a message has a deadline; who only listens for it must not end the job."""
+"""A rank that needs a message has a deadline; one that only listens must not end the job."""
 _PARTING_SECONDS = 5.0
 """How long a rank that gives up waits until its neighbours have done so, too."""
 _GIVEN_UP = -1
-"""In the place of a stage: nothing more comes in this step."""
+"""Stands for a stage: nothing more comes in this step."""
+
+
+_BETWEEN_STEPS = -1
+"""The number of a step for an evaluation that nobody has planned."""
 
 
 class _Message(NamedTuple):
@@ -79,7 +83,7 @@ class StageMessages:
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._is_connected = self._in_step = self._is_open = False
-        self._step = running_step()
+        self._step = _running_step()
         self._failed_step: int | None = None
         # What no action has waited for yet; the works of each, once they are posted.
         self._arriving: dict[_Message, Future[list[Any]]] = {}
@@ -92,7 +96,7 @@ class StageMessages:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """In the block all stages run one step, that of the session which runs.
+        """Run all stages in the block for one step, that of the session which runs.
 
         Raises:
             SessionError: the block of an earlier one ended with an error.
@@ -100,8 +104,8 @@ class StageMessages:
         if self._failed_step is not None:
             # Ranks have sent what nobody received, and a wait for that would have no end.
             raise SessionError(
-                f"step {self._failed_step} failed on this rank, and its stages do not know what "
-                "their neighbours have sent since; end the job, and resume it from a checkpoint"
+                f"step {self._failed_step} failed on this rank; end the job, and resume it from a "
+                "checkpoint"
             )
         for work, _ in self._told:
             # Those of the step before, which have arrived.
@@ -111,7 +115,7 @@ class StageMessages:
         self._arriving.clear()
         self._listeners.clear()
         self._is_open, self._in_step = False, True
-        self._step = running_step()
+        self._step = _running_step()
         try:
             if not self._is_connected:
                 self._connect()
@@ -137,7 +141,7 @@ class StageMessages:
             )
 
     def _give_up(self) -> None:
-        """Tells the ranks that listen, and waits for those that this one listens to: a thread that
+        """Notify the ranks that listen, and wait for those that this one listens to: a thread that
         still listens when the interpreter ends would abort the process."""
         told = torch.tensor([_GIVEN_UP, 0, self._step])
         for index in self._indices:
@@ -285,7 +289,7 @@ class StageMessages:
                         # Maybe one that this rank has ended: all had come that it needed.
                         raise RuntimeError(f"rank {peer} has given up step {step}")
                     if step != self._step:
-                        raise RuntimeError(of_another_step(peer, step, self._step))
+                        raise RuntimeError(_of_another_step(peer, step, self._step))
                     message = _Message(kind, stage, microbatch)
                     with posting:
                         posted = [
@@ -349,3 +353,22 @@ def _wait(works: Any) -> None:
     """On a GPU, the current stream waits."""
     for work in works:
         work.wait()
+
+
+def _running_step() -> int:
+    """The number of the caller's step; -1 outside of one."""
+    running = current_step.get()
+    return _BETWEEN_STEPS if running is None else running.step
+
+
+def _of_another_step(peer: int, step: int, own: int) -> str:
+    """Says that ``peer``, a rank of ``torch.distributed``, has sent what is of ``step``, and not
+    what this rank needs in step ``own``."""
+    return (
+        f"rank {peer} sent tensors of {_name(step)}, and this rank runs {_name(own)}; end the job, "
+        "and resume it from a checkpoint"
+    )
+
+
+def _name(step: int) -> str:
+    return "an evaluation outside of steps" if step == _BETWEEN_STEPS else f"step {step}"

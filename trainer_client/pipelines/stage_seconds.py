@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from core_attention.errors import ScheduleError
+from core_attention.pipelining import Pipelining
+from core_attention.schedule import Schedule
+from trainer_client.hooks.kept_state import state_kept
 from trainer_client.hooks.pipelining_dry_run import for_shapes
-from trainer_client.hooks.untouched import state_kept
 
 _RUNS = 3
 
 MEASURED_TOKENS = 8192
-"""What keeps a GPU busy; a whole microbatch would have all its logits at once."""
+"""Enough to keep a GPU busy; a whole microbatch would have all its logits at once."""
 
 Stage = tuple[nn.Module, Callable[[], torch.Tensor]]
 """A stage's module, and a call of it on an input of its own: token ids, or hidden states that
@@ -72,19 +74,37 @@ def measure_stages(
     return StageSeconds(tuple(forward), tuple(backward))
 
 
-def layers_of_stages(
-    own: Mapping[int, int], n_stages: int, group: dist.ProcessGroup | None = None
-) -> list[int]:
-    """``[n_stages]`` served layers of each stage, for
-    :class:`~core_attention.pipelining.Pipelining`.
+def measured_pipelining(
+    schedule: Schedule,
+    stages: Mapping[int, Stage],
+    layers: Mapping[int, int],
+    n_tokens: int,
+    ranks_of_stage: int,
+) -> Pipelining:
+    """The facts of pipelines that the session needs, the same on all ranks, which call it together.
 
     Args:
-        own: by index, those of this rank's stages.
-        n_stages: of the model.
-        group: as of :func:`measure_stages`; called on all its ranks.
+        schedule: all of a pipeline.
+        stages: by index, those of this rank.
+        layers: likewise, how many are served.
+        n_tokens: of each stage's input.
+        ranks_of_stage: ranks of the job that have the same stages: those of pipeline rank 0 come
+            first, then those of 1.
     """
-    everybody: list[Mapping[int, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everybody, own, group)
+    seconds = measure_stages(stages, schedule.n_stages, n_tokens)
+    return Pipelining(
+        schedule=schedule,
+        pipeline_ranks=[
+            rank // ranks_of_stage for rank in range(schedule.n_ranks * ranks_of_stage)
+        ],
+        layers=_layers_of_stages(layers, schedule.n_stages),
+        **seconds._asdict(),
+    )
+
+
+def _layers_of_stages(own: Mapping[int, int], n_stages: int) -> list[int]:
+    everybody: list[Mapping[int, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, own)
     known = {index: layers for each in everybody for index, layers in each.items()}
     return [known.get(index, 0) for index in range(n_stages)]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from trainer_client.errors import SessionError
+from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.step.replies import Tensors
-from trainer_client.step.unwritten import Unwritten
 
 
 class HandedOver:

@@ -13,7 +13,7 @@ from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.row_dots import row_dots
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home_tasks import HomeTasks, KeyRun

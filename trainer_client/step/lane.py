@@ -23,15 +23,12 @@ class Lane:
         nano_batch: which nano-batch.
         give_way: lets other lanes run; returns when it is this lane's turn again.
         beside: the nano-batches that take turns with it, itself among them; empty if none do.
-        without_rows: the model runs on rows that stand in for none, see
-            :mod:`trainer_client.step.without_rows`.
     """
 
     running: RunningStep
     nano_batch: int
     give_way: Callable[[], None] = lambda: None
     beside: range = range(0)
-    without_rows: bool = False
 
 
 current_step: ContextVar[RunningStep | None] = ContextVar("distca_step", default=None)

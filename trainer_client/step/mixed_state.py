@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_client.hooks.untouched import OF_MODULES
+from trainer_client.hooks.kept_state import OF_MODULES
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import Checkpoints, Recomputed
-from trainer_client.hooks.graphs import outside_graphs, refuse_tracing
+from trainer_client.hooks.compile_boundary import outside_graphs, refuse_tracing
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
+from trainer_client.hooks.probing import current_probe
+from trainer_client.hooks.tensor_parallel import check_local
 from trainer_client.hooks.thread_state import saved_tensor_hooks
-from trainer_client.loops.tensor_parallel import check_local
-from trainer_client.models.probe import current_recorder
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
@@ -111,8 +111,8 @@ def core_attention_and_lse(
     refuse_tracing()
     check_local(q=q, k=k, v=v)
     kind = LayerKind(window, chunk)
-    if (recorder := current_recorder.get()) is not None:
-        o = recorder.call(q, k, v, scale, softcap=softcap, kind=kind)
+    if (probe := current_probe.get()) is not None:
+        o = probe.call(q, k, v, scale, softcap=softcap, served=kind.is_full)
         return o, o.new_zeros(o.shape[:2], dtype=torch.float32)
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):

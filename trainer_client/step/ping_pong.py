@@ -18,10 +18,10 @@ from torch import nn
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import end_checkpoints, in_checkpoint
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.lane_random import LaneRandom
+from trainer_client.hooks.sharded_weights import require_prepared
 from trainer_client.hooks.thread_state import ThreadState
-from trainer_client.loops.fsdp import require_prepared
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
 from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep

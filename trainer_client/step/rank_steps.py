@@ -31,6 +31,7 @@ from distca.contract.codec import rank_manifest_to_proto
 from distca.contract.server_loss import LossCause, ServerLoss
 from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
+from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.planned_step import HandedInStep, PlannedStep
 from trainer_client.machine.instructions import (
@@ -66,7 +67,6 @@ from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 from trainer_client.step.step_report import DeviceWait
-from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 

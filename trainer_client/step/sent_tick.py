@@ -10,8 +10,8 @@ import torch
 from attention_node.cuda_order import record_event
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
+from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.step.replies import Awaited, Tensors
-from trainer_client.step.unwritten import Unwritten
 
 
 @dataclass(eq=False)

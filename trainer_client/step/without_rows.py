@@ -10,14 +10,14 @@ come in the same order on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from trainer_client.loops.tensor_parallel import n_shares
+from trainer_client.hooks.pipelining_dry_run import for_shapes
+from trainer_client.hooks.tensor_parallel import n_shares
 from trainer_client.step.lane import current_lane
 
 _LEAST_ROWS = 2
@@ -52,11 +52,8 @@ def run_without_rows(module: Callable[..., Any], batch: Mapping[str, Any]) -> An
     given = {name: _filled(value, n_rows) for name, value in batch.items()}
     lane = current_lane.get()
     assert lane is not None
-    token = current_lane.set(replace(lane, without_rows=True))
-    try:
+    with for_shapes(lane.give_way):
         output = module(**given)
-    finally:
-        current_lane.reset(token)
     return tree_map(lambda leaf: _emptied(leaf, rows_at, n_rows), output)
 
 

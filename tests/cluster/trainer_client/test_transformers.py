@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster, keep_profile
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.models import documents
-from trainer_client.models.transformers import UnsupportedArgument
+from trainer_client.models.transformers import UnsupportedArgument, UnsupportedModel
 
 SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -197,64 +197,87 @@ def test_documents_are_kept_apart(session: Session) -> None:
     assert (outputs[0][0, 41:] - outputs[1][0, 41:]).abs().max() > 1e-2
 
 
-def test_cu_seq_lens_are_accepted(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    batches = make_batches()
+def with_everything(batches: list[dict[str, torch.Tensor]]) -> None:
+    """Whatever else collators hand over of the documents."""
     for batch, lengths in zip(batches, LENGTHS, strict=True):
         cumulative = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         batch |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
+        batch["seq_idx"] = index[None].int()
+
+
+def test_all_that_shows_documents_is_accepted(session: Session) -> None:
+    batches = make_batches()
+    with_everything(batches)
     with session.step(submit(session)):
-        sum(output.loss for output in PingPong(model)(batches)).backward()
+        outputs = PingPong(make_model(CONFIGS["Llama"], "distca"))(batches)
+        sum(output.loss for output in outputs).backward()
+
+
+def padded(batches: list[dict[str, torch.Tensor]]) -> None:
+    batches[0]["attention_mask"] = torch.ones_like(batches[0]["input_ids"])
+    batches[0]["attention_mask"][0, -3:] = 0
+
+
+def of_one_document(batches: list[dict[str, torch.Tensor]]) -> None:
+    batches[0]["position_ids"] = torch.arange(131)[None]
+
+
+def of_documents_by_twos(batches: list[dict[str, torch.Tensor]]) -> None:
+    with_everything(batches)
+    batches[0]["seq_idx"] //= 2
+
+
+def of_two_rows(batches: list[dict[str, torch.Tensor]]) -> None:
+    batches[0] = {name: value.expand(2, -1) for name, value in batches[0].items()}
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("change", "named"),
     [
-        (
-            transformers.MistralConfig(**SIZES, sliding_window=32),
-            r"every layer.*window.* 32 tokens.*90",
-        ),
-        (
-            transformers.Qwen3Config(
-                **SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=0
-            ),
-            r"every layer.*window.* 32 tokens.*90",
-        ),
+        (padded, "padding"),
+        (of_one_document, "position_ids .* at row 40"),
+        (of_documents_by_twos, r"seq_idx .* \[0, 41\]"),
+        (of_two_rows, r"one row|batch of 2"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(
+    session: Session, change: Callable[[list[dict[str, torch.Tensor]]], None], named: str
+) -> None:
+    model, batches = make_model(CONFIGS["Llama"], "distca"), make_batches()
+    change(batches)
+    with pytest.raises(ValueError, match=named), session.step(submit(session)):
+        PingPong(model)(batches)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (transformers.MistralConfig(**SIZES, sliding_window=32), UnsupportedArgument),
         (
             transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16),
-            r"softcap=50\.0.*session",
+            UnsupportedArgument,
         ),
-        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), "does not support.*dropout"),
+        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), UnsupportedArgument),
+        (transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}), SessionError),
     ],
-    ids=["Mistral-window", "Qwen3-window", "Gemma2", "dropout"],
+    ids=["window", "softcap", "dropout", "layers"],
 )
-def test_an_unsupported_feature_is_refused_by_name(
-    session: Session, config: transformers.PreTrainedConfig, named: str
+def test_models_that_do_not_fit_the_session_are_refused(
+    session: Session, config: transformers.PreTrainedConfig, error: type[Exception]
 ) -> None:
     model = make_model(config, "distca").train()
-    with (
-        pytest.raises(UnsupportedArgument, match=named),
-        session.step(submit(session)),
-    ):
+    with pytest.raises(error), session.step(submit(session)):
         PingPong(model)(make_batches())
 
 
-def test_padding_is_refused(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    batches = make_batches()
-    mask = torch.ones_like(batches[0]["input_ids"])
-    mask[0, -3:] = 0
-    batches[0]["attention_mask"] = mask
-    with pytest.raises(UnsupportedArgument, match="padding"), session.step(submit(session)):
-        PingPong(model)(batches)
-
-
-def test_other_documents_than_planned_are_refused(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    batches = make_batches()
-    batches[0]["position_ids"] = torch.arange(131)[None]
-    with pytest.raises(ValueError, match="at row 40"), session.step(submit(session)):
-        PingPong(model)(batches)
+def test_a_step_without_core_attention_and_a_call_without_a_step_are_refused(
+    session: Session,
+) -> None:
+    with pytest.raises(SessionError), session.step(submit(session)):
+        PingPong(make_model(CONFIGS["Llama"], "sdpa"))(make_batches())
+    with pytest.raises(SessionError):
+        make_model(CONFIGS["Llama"], "distca")(**make_batches()[0])
 
 
 @pytest.mark.parametrize("arrives", ["in the second layer", "at the end"])
@@ -283,38 +306,6 @@ def test_other_documents_are_refused_once_their_positions_have_come_from_the_dev
     with pytest.raises(ValueError, match="at row 40"):
         train()
     assert looks > 2
-
-
-def test_a_batch_of_several_rows_is_refused(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    batches = make_batches()
-    batches[0] = {name: value.expand(2, -1) for name, value in batches[0].items()}
-    with pytest.raises(ValueError, match=r"one row|batch of 2"), session.step(submit(session)):
-        PingPong(model)(batches)
-
-
-def test_a_model_outside_of_a_step_is_refused() -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    with pytest.raises(SessionError, match="no step is running"):
-        model(**make_batches()[0])
-
-
-def test_a_step_that_never_calls_core_attention_is_refused(session: Session) -> None:
-    local = make_model(CONFIGS["Llama"], "sdpa")
-    with (
-        pytest.raises(SessionError, match=r"not once.*attn_implementation='distca'"),
-        session.step(submit(session)),
-    ):
-        PingPong(local)(make_batches())
-
-
-def test_more_layers_than_the_job_has_are_refused(session: Session) -> None:
-    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
-    with (
-        pytest.raises(SessionError, match="n_layers=2"),
-        session.step(submit(session)),
-    ):
-        PingPong(make_model(config, "distca"))(make_batches())
 
 
 def test_training_goes_on_after_a_step_that_was_given_up(session: Session) -> None:
@@ -363,39 +354,19 @@ HYBRID = transformers.Lfm2Config(
 )
 
 
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_a_model_that_ignores_position_ids_is_refused_for_packed_documents(
-    session_of_four_kv_heads: Session, name: str
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [*((name, "ignores position_ids") for name in ENCODER_DECODERS), ("Lfm2", "convolutional")],
+)
+def test_a_model_that_mixes_documents_trains_on_one_a_nano_batch(
+    session: Session, session_of_four_kv_heads: Session, name: str, fault: str
 ) -> None:
-    model = make_model(copy.deepcopy(ENCODER_DECODERS[name]), "distca")
-    session = session_of_four_kv_heads
-    with (
-        pytest.raises(ValueError, match=r"one whole document.*ignores position_ids"),
-        session.step(submit(session)),
-    ):
+    config = ENCODER_DECODERS.get(name, HYBRID)
+    chosen = session_of_four_kv_heads if name in ENCODER_DECODERS else session
+    model = make_model(copy.deepcopy(config), "distca")
+    with pytest.raises(ValueError, match=fault), chosen.step(submit(chosen)):
         PingPong(model)(make_batches())
-
-
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_a_model_that_ignores_position_ids_trains_on_one_document_a_nano_batch(
-    session_of_four_kv_heads: Session, name: str
-) -> None:
-    assert_trains_as_locally(session_of_four_kv_heads, ENCODER_DECODERS[name], ONE_EACH)
-
-
-def test_a_model_whose_convolutions_cross_documents_is_refused_for_packed_documents(
-    session: Session,
-) -> None:
-    model = make_model(copy.deepcopy(HYBRID), "distca")
-    with (
-        pytest.raises(ValueError, match=r"neighbours in the row.*convolutional"),
-        session.step(submit(session)),
-    ):
-        PingPong(model)(make_batches())
-
-
-def test_a_hybrid_model_trains_on_one_document_a_nano_batch(session: Session) -> None:
-    assert_trains_as_locally(session, HYBRID, ONE_EACH)
+    assert_trains_as_locally(chosen, config, ONE_EACH)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +391,7 @@ def test_positions_are_compared_where_the_model_hands_none_on(
         positions = batch.pop("position_ids")
         if wrong:
             batch["position_ids"] = torch.arange(positions.shape[1])[None]
-    message = "at row 40" if wrong else "was called without position_ids"
+    message = "at row 40" if wrong else "position_ids"
     with pytest.raises(ValueError, match=message), session.step(submit(session)):
         PingPong(model)(batches)
 
@@ -457,11 +428,7 @@ def test_keys_that_a_cache_brings_are_named(session: Session) -> None:
             checkpoints.checkpoint, layer.forward, use_reentrant=False
         )
     batches = [{**batch, "use_cache": True} for batch in make_batches()]
-    said = r"from (\d+) rows to the keys of (\d+): a cache.*Give the model use_cache=False"
-    with (
-        pytest.raises(UnsupportedArgument, match=said),
-        session.step(submit(session)),
-    ):
+    with pytest.raises(UnsupportedArgument, match="use_cache=False"), session.step(submit(session)):
         sum(output.loss for output in PingPong(model)(batches)).backward()
 
 
@@ -471,10 +438,8 @@ def test_a_model_that_cannot_be_checked_by_itself_is_refused_with_what_to_do(
     model = make_model(CONFIGS["Llama"], "distca")
     # As DeepSpeed's ZeRO-3 marks the weights that it has spread over ranks.
     next(model.parameters()).ds_id = 0  # type: ignore[attr-defined]
-    with (
-        pytest.raises(ValueError, match=r"LlamaAttention.*check_documents\(model\)"),
-        session.step(submit(session)),
-    ):
+    refused = pytest.raises(UnsupportedModel, match=r"LlamaAttention.*check_documents\(model\)")
+    with refused, session.step(submit(session)):
         PingPong(model, interleave=False)(make_batches())
 
 
@@ -556,18 +521,6 @@ def test_mixed_dtypes_without_autocast_are_named(bfloat16_session: Session) -> N
         PingPong(model)(make_batches())
 
 
-# Arguments that change nothing.
-
-
-def batches_with_seq_idx(*, right: bool) -> list[dict[str, torch.Tensor]]:
-    """As TRL's packing hands it over; or with two documents taken for one."""
-    batches = make_batches()
-    for batch, lengths in zip(batches, LENGTHS, strict=True):
-        index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        batch["seq_idx"] = (index if right else index // 2)[None].int()
-    return batches
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_nano_batches_without_rows_give_gradients_of_zeros(
     session: Session, checkpointed: bool
@@ -588,22 +541,6 @@ def test_nano_batches_without_rows_give_gradients_of_zeros(
         other.loss.backward()
     assert not any(gradient.any() for gradient in gradients)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_seq_idx_is_accepted(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    with session.step(submit(session)):
-        outputs = PingPong(model)(batches_with_seq_idx(right=True))
-        sum(output.loss for output in outputs).backward()
-
-
-def test_seq_idx_of_other_documents_is_refused(session: Session) -> None:
-    model = make_model(CONFIGS["Llama"], "distca")
-    with (
-        pytest.raises(ValueError, match=r"seq_idx.*begin at rows \[0, 41\]"),
-        session.step(submit(session)),
-    ):
-        PingPong(model)(batches_with_seq_idx(right=False))
 
 
 MIXED = {
@@ -647,7 +584,7 @@ def test_a_softcap_goes_with_the_session(pool_of_four: Cluster) -> None:
     options = SessionOptions.for_model(
         make_model(copy.deepcopy(config), "distca"),
         control_plane="localhost:7700",
-        job="",
+        job="probed",
         rank=0,
         n_ranks=1,
     )
@@ -667,7 +604,7 @@ def test_a_layer_whose_mask_and_window_differ_is_refused(session_of_one_layer: S
     model = make_model(copy.deepcopy(MIXED["Gemma3"]), "distca")
     model.get_submodule("model.layers.0.self_attn").sliding_window = 31  # type: ignore[assignment]
     with (
-        pytest.raises(UnsupportedArgument, match="sliding_window=31 and a mask that is window 32"),
+        pytest.raises(UnsupportedArgument),
         session_of_one_layer.step(submit(session_of_one_layer)),
     ):
         PingPong(model)(make_batches())

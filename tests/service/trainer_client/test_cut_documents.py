@@ -19,7 +19,7 @@ from tests.support.cluster import Cluster
 from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Team
 from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
-from trainer_client.step.manifests import manifest_of_row
+from trainer_client.turns.manifests import manifest_of_row
 
 TWO_RANKS = {
     "one document": in_halves(2, 601),

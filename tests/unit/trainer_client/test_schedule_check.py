@@ -42,8 +42,14 @@ def test_the_order_of_the_schedule_is_run(watched: tuple[Stage, ScheduleCheck]) 
     check.begin_step()
     stage.forward_one_chunk(0)
     stage.forward_one_chunk(1)
-    with pytest.raises(SessionError, match="runs 0B1 where schedule 1f1b of the session has 0B0"):
+    with pytest.raises(SessionError, match="0B1 where schedule 1f1b has 0B0"):
         stage.backward_one_chunk(1)
+    check.begin_step()
+    for chunk in (0, 1):
+        stage.forward_one_chunk(chunk)
+    with pytest.raises(SessionError, match="0I0 where"):
+        stage.backward_one_chunk(0, full_backward=False)
+    assert stage.run == [("F", 0), ("F", 1)] * 2
 
 
 def test_an_evaluation_outside_of_a_step_may_run_in_any_order(
@@ -54,7 +60,7 @@ def test_an_evaluation_outside_of_a_step_may_run_in_any_order(
         stage.forward_one_chunk(1)
         stage.forward_one_chunk(0)
     assert stage.run == [("F", 1), ("F", 0)]
-    with pytest.raises(SessionError, match=r"runs 0F1 where .* has nothing more"):
+    with pytest.raises(SessionError):
         stage.forward_one_chunk(1)
     check.begin_step()
     stage.forward_one_chunk(0)

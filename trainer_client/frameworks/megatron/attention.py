@@ -19,10 +19,10 @@ from trainer_client.frameworks.megatron import rng_fork
 from trainer_client.frameworks.megatron.refusals import layer_problems, problems
 from trainer_client.frameworks.versions import UnsupportedSetting, refuse
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
+from trainer_client.local_attention.plain import attend_documents
 from trainer_client.models.documents import Documents, documents_of
-from trainer_client.models.documents_at_home import attend_documents
 from trainer_client.step.lane import current_step, require_lane
 from trainer_client.step.operation import core_attention
 
@@ -51,9 +51,6 @@ class ServedCoreAttention(MegatronModule):
         shape: heads of this rank, head dims and dtype.
         softmax_scale: what multiplies q.k.
         around: the modules that this one is part of, if halves of a microbatch take turns.
-
-    Raises:
-        UnsupportedSetting: the layer is of a kind that is not served.
     """
 
     def __init__(
@@ -123,12 +120,6 @@ class ServedCoreAttention(MegatronModule):
 
         Returns:
             ``[t, heads, head_dim_v]``, or ``[s, b, heads * head_dim_v]``.
-
-        Raises:
-            UnsupportedSetting: an argument is not served.
-            ValueError: the documents are not those of the manifest.
-            SessionError: no step is running, and gradients are wanted. Without, attention is
-                computed at home.
         """
         if attention_bias is not None:
             raise UnsupportedSetting("attention_bias is given; served core attention has none")
@@ -148,9 +139,9 @@ class ServedCoreAttention(MegatronModule):
         length, n_documents = query.shape[:2]
         if documents.lengths != [length] * n_documents:
             raise ValueError(
-                f"{documents.where}: the model was given {n_documents} documents of {length} "
-                f"tokens without packed_seq_params, the manifest tells of lengths "
-                f"{documents.lengths[:8]}...; hand packed_seq_params to the model on every stage"
+                f"{documents.where}: {n_documents} documents of {length} tokens were given, and "
+                f"lengths {documents.lengths[:8]}... planned; hand packed_seq_params to the model "
+                "on every stage"
             )
         with self._layers_kept():
             return _unpacked(core_attention, query, key, value)
@@ -179,9 +170,9 @@ class ServedCoreAttention(MegatronModule):
         """Outside of a step: validation."""
         if torch.is_grad_enabled():
             raise SessionError(
-                "core attention is called outside of a step; call Megatron's forward_backward_func "
-                "inside 'with steps.step(number):', and give it steps.numbered(forward_step), or "
-                "inside torch.no_grad() for validation, which is computed at home"
+                "core attention is called outside of a step; call forward_backward_func inside "
+                "'with steps.step(number):' with steps.numbered(forward_step), or validate under "
+                "torch.no_grad()"
             )
         if packed is None:
             lengths = [len(query)] * query.shape[1]
@@ -214,12 +205,8 @@ def _unpacked(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> to
 
 
 def check_packed(packed: Any, documents: Documents | None = None) -> None:
-    """Checks Megatron's ``PackedSeqParams``, and compares them with the manifest if there is one.
-
-    Raises:
-        UnsupportedSetting: the format is another than ``thd``, or documents are padded.
-        ValueError: the documents are others.
-    """
+    """Checks Megatron's ``PackedSeqParams``, and compares them with the manifest if there is
+    one."""
     if packed.qkv_format != "thd":
         raise UnsupportedSetting(
             f"packed_seq_params.qkv_format is {packed.qkv_format!r}; it must be 'thd'"

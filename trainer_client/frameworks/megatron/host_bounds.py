@@ -9,21 +9,21 @@ bounds are known on the host, since the step was planned by them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from core_attention.host_copies import HostCopy
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention, check_packed
 from trainer_client.frameworks.megatron.halves import with_bounds
+from trainer_client.models.documents import Documents
 
 
 def are_read_on_host(model: nn.Module) -> bool:
-    """Whether a model chunk reads the bounds on the host alone: its rotary embeddings are not
-    fused, and core attention is served in all layers.
+    """Return whether a model chunk reads the bounds on the host alone: its rotary embeddings are
+    not fused, and core attention is served in all layers.
 
     Args:
         model: a chunk without Megatron's wrappers.
@@ -39,8 +39,8 @@ def are_read_on_host(model: nn.Module) -> bool:
 
 
 def rotates(model: nn.Module) -> bool:
-    """Whether a model chunk has rotary embeddings: of its own, or in its layers of multi-head
-    latent attention, whatever its own positions are."""
+    """Return whether a model chunk has rotary embeddings: of its own, or in its layers of
+    multi-head latent attention, whatever its own positions are."""
     is_latent = getattr(getattr(model, "config", None), "multi_latent_attention", False)
     return is_latent or getattr(model, "position_embedding_type", None) in ("rope", "yarn")
 
@@ -58,32 +58,15 @@ def on_host(
         bounds: ``[documents + 1]`` what was planned.
         where: names the microbatch in errors.
         check_later: takes what compares both, if that would have to wait for the GPU now.
-
-    Raises:
-        UnsupportedSetting: as :func:`check_packed`.
-        ValueError: ``packed`` has other documents than were planned.
     """
     planned = torch.tensor(bounds, dtype=torch.int32)
+    documents = Documents(where, [(begin, 0, end - begin) for begin, end in pairwise(bounds)])
 
     def compared(name: str, given: torch.Tensor) -> torch.Tensor:
-        copy = HostCopy(given.flatten())
-        compare = functools.partial(_compare, copy, planned, f"{where}: {name}")
-        if given.is_cuda:
-            check_later(compare)
-        else:
-            compare()
+        documents.check({"cu_seq_lens_q": given})
         return planned
 
+    check_later(documents.check_all)
     own = with_bounds(packed, compared)
     check_packed(own)
     return own
-
-
-def _compare(given: HostCopy, planned: torch.Tensor, where: str) -> None:
-    found = given.wait()
-    if found.tolist() != planned.tolist():
-        raise ValueError(
-            f"{where} tells of lengths {found.diff().tolist()[:8]}..., and what was planned has "
-            f"{planned.diff().tolist()[:8]}...; run the microbatches that ServedSteps.ahead "
-            "yields, in their order, packed without padding between documents"
-        )

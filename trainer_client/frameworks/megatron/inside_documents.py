@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_client.frameworks.megatron import host_bounds
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
-from trainer_client.frameworks.versions import of_all_ranks
+from trainer_client.frameworks.versions import convolutions, of_all_ranks
 from trainer_client.hooks.checkpointing import recomputed_caller
 from trainer_client.models.documents import documents_of
 from trainer_client.step.lane import Lane, current_lane
@@ -53,18 +53,19 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "apply_rope_fusion is True: fused rotary embeddings count from 0 in each half"
     elif config is not None and host_bounds.rotates(model) and not _reads_tables_by_row(config):
         yield "this megatron-core reads rotary embeddings from 0 on in each half"
+    for name in convolutions(model):
+        yield f"{name} is a convolution over tokens"
     for module in model.modules():
         name = type(module).__name__
         if type(module).__module__.startswith("megatron.core.ssm"):
             yield f"{name} mixes tokens by other means than core attention"
-        elif isinstance(module, nn.Conv1d):
-            yield f"{name} is a convolution over tokens"
         elif not isinstance(getattr(module, "core_attention", None), ServedCoreAttention | None):
             yield f"core attention of {name} is not served"
 
 
 def _reads_tables_by_row(config: Any) -> bool:
-    """Whether rows of several documents are turned by a table with as many rows, row by row."""
+    """Return whether rows of several documents are turned by a table with as many rows, row by
+    row."""
     rows, bounds = torch.ones(4, 1, 8), torch.tensor([0, 1, 4], dtype=torch.int32)
     table = torch.arange(32.0).view(4, 1, 1, 8)
     group = parallel_state.get_context_parallel_group(check_initialized=False)

@@ -17,11 +17,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
-from trainer_client.frameworks.megatron.halves import Half, Layout, cut, packed_of
+from trainer_client.frameworks.megatron.halves import Half, Layout, halves_of, packed_of
 from trainer_client.frameworks.megatron.inside_documents import give_rows_their_positions
 from trainer_client.frameworks.megatron.one_lane import has_experts_apart
 from trainer_client.frameworks.versions import UnsupportedSetting
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 _TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -43,7 +43,7 @@ class CutMicrobatch:
     is_last: bool
 
 
-class InTurns:
+class HalvesInTurns:
     """Has a model chunk run the halves of each microbatch in turns.
 
     ``forward`` and ``set_input_tensor`` are replaced on the object, so that what wraps it stays
@@ -73,9 +73,8 @@ class InTurns:
         self._model.forward, self._model.set_input_tensor = self._forward, self._set_input
 
     def cut(self, bounds: Sequence[int], *, inside_documents: bool) -> list[Half]:
-        """The halves of a microbatch, the same in all chunks; see
-        :func:`trainer_client.frameworks.megatron.halves.cut`."""
-        return cut(
+        """The halves of a microbatch, the same in all chunks."""
+        return halves_of(
             bounds,
             multiple=self._shards,
             inside_documents=inside_documents,
@@ -105,12 +104,8 @@ class InTurns:
 
     @outside_graphs
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for the whole microbatch, as the chunk's own forward would give it.
+        """The output for the whole microbatch, as the chunk's own forward would give it."""
 
-        Raises:
-            UnsupportedSetting: the chunk is called with what cannot be cut.
-            ValueError: the microbatch has other rows than that which was planned.
-        """
         microbatch = self._microbatch
         if microbatch is None:
             return self._forward(*args, **kwargs)
@@ -138,9 +133,8 @@ class InTurns:
         """The arguments of :meth:`_run_half` for each half."""
         if not layout.packed and any(half.begun for half in halves):
             raise UnsupportedSetting(
-                "a microbatch was planned as packed rows and cut inside a document, and the model "
-                "is called without packed_seq_params; hand them to it on every stage, or open the "
-                "steps with cut_documents=False"
+                "a microbatch is cut inside a document and has no packed_seq_params; hand them to "
+                "the model on every stage, or open the steps with cut_documents=False"
             )
         hidden = None
         if not self._model.pre_process:
@@ -169,9 +163,8 @@ class InTurns:
     ) -> torch.Tensor:
         if not all(isinstance(output, torch.Tensor) for output in outputs):
             raise UnsupportedSetting(
-                f"{type(self._model).__name__} returns {type(outputs[0]).__name__}; it is known "
-                "how to join tensors of the halves of a microbatch: open the steps with "
-                "ping_pong=False"
+                f"{type(self._model).__name__} returns {type(outputs[0]).__name__}, and only "
+                "tensors can be joined: open the steps with ping_pong=False"
             )
         if self._model.post_process:
             return layout.joined(outputs, halves, hidden=False)
@@ -213,15 +206,13 @@ def _check_rows(name: str, rows: torch.Tensor, halves: Sequence[Half], layout: L
     planned, documents = sum(half.n_rows for half in halves), halves[-1].last
     if layout.packed and rows.shape[:2] != (1, planned):
         raise ValueError(
-            f"{name} of a microbatch has shape {tuple(rows.shape[:2])}, and the microbatch that "
-            f"was planned {planned} packed rows; run the microbatches that ServedSteps.ahead "
-            "yields, in their order"
+            f"{name} has shape {tuple(rows.shape[:2])}, and {planned} packed rows were planned; "
+            "run the microbatches of ServedSteps.ahead in order"
         )
     if not layout.packed and len(rows) != documents:
         raise ValueError(
-            f"{name} of a microbatch has {len(rows)} rows of tokens without packed_seq_params, and "
-            f"the microbatch that was planned {documents} documents; hand packed_seq_params to the "
-            "model on every stage"
+            f"{name} has {len(rows)} rows without packed_seq_params, and {documents} documents "
+            "were planned; hand packed_seq_params to the model on every stage"
         )
 
 
@@ -237,6 +228,6 @@ def _part(name: str, value: Any, half: Half, layout: Layout) -> Any:
         # Core attention that is served goes by the documents, as do kernels of packed ones.
         return None
     raise UnsupportedSetting(
-        f"the model is called with {name}, which cannot be cut into the halves of a microbatch; "
-        "leave it out, or open the steps with ping_pong=False"
+        f"the model is called with {name}, which cannot be cut in two; leave it out, or open the "
+        "steps with ping_pong=False"
     )

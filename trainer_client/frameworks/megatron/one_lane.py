@@ -53,20 +53,20 @@ def reasons(chunks: Sequence[nn.Module], n_microbatches: int) -> Iterator[str]:
             yield f"{name} is {value}: {why}"
     if _draws_in_blocks(config) and not rng_fork.can_be_left():
         yield (
-            "sequence_parallel is True, with dropout and a tracker of random states other than "
-            "Megatron's (use_te_rng_tracker): both halves would draw the same numbers"
+            "sequence_parallel is True, with dropout and use_te_rng_tracker: both halves would "
+            "draw the same numbers"
         )
     if getattr(config, "num_moe_experts", None):
         yield from _of_experts(config)
     if 2 * n_microbatches > MAX_NANO_BATCHES:
         yield (
-            f"n_microbatches is {n_microbatches}, and each is two nano-batches of the "
-            f"{MAX_NANO_BATCHES} that a step may have: at most {MAX_NANO_BATCHES // 2} can be cut"
+            f"n_microbatches is {n_microbatches}, and at most {MAX_NANO_BATCHES // 2} can be cut "
+            "in two"
         )
 
 
 def _draws_in_blocks(config: Any) -> bool:
-    """Whether random numbers are drawn in the fork around all layers."""
+    """Return whether random numbers are drawn in the fork around all layers."""
     return bool(
         config is not None
         and config.sequence_parallel
@@ -75,7 +75,7 @@ def _draws_in_blocks(config: Any) -> bool:
 
 
 def has_experts_apart(config: Any) -> bool:
-    """Whether experts, or parts of one, are on ranks that hold other documents."""
+    """Return whether experts, or parts of one, are on ranks that hold other documents."""
     tensor_parallel = config.tensor_model_parallel_size
     sharing = config.expert_tensor_parallel_size or tensor_parallel
     return bool(config.expert_model_parallel_size > 1 or sharing > tensor_parallel)
@@ -87,8 +87,7 @@ def _of_wrappers(chunk: nn.Module) -> Iterator[str]:
         model = model.module
     if not isinstance(model, LanguageModule):
         yield (
-            f"a model chunk is {type(model).__name__}: it is known how to cut what GPTModel, "
-            "MambaModel and HybridModel take, in DistributedDataParallel and Float16Module or not"
+            f"a model chunk is {type(model).__name__}, neither GPTModel, MambaModel nor HybridModel"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         yield "FSDP2 shards the model: the half that leaves a layer first frees the other's weights"
@@ -102,8 +101,8 @@ def _of_experts(config: Any) -> Iterator[str]:
     if adds_losses and not config.calculate_per_token_loss:
         yield (
             f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff} and moe_z_loss_coeff "
-            f"{config.moe_z_loss_coeff}: the losses of experts would count twice, once for each "
-            "half; set calculate_per_token_loss to True, by which they count by tokens"
+            f"{config.moe_z_loss_coeff}: losses of experts would count twice; set "
+            "calculate_per_token_loss to True"
         )
     if any(coefficients) and "global_aux_loss" in config.moe_router_load_balancing_type:
         yield (
@@ -119,17 +118,16 @@ def _of_experts(config: Any) -> Iterator[str]:
     backend = getattr(config, "moe_flex_dispatcher_backend", "deepep")
     if config.moe_token_dispatcher_type == "flex" and backend != "deepep":
         yield (
-            f"{apart} and moe_flex_dispatcher_backend {backend!r}, whose buffers have the size of "
-            "the first half, and which wants equally many tokens on all ranks; set it to 'deepep', "
-            "or moe_token_dispatcher_type to 'alltoall'"
+            f"{apart} and moe_flex_dispatcher_backend {backend!r}, which wants equally many tokens "
+            "on all ranks; set it to 'deepep', or moe_token_dispatcher_type to 'alltoall'"
         )
     if config.moe_token_dispatcher_type == "allgather":
         yield (
             f"{apart} and moe_token_dispatcher_type 'allgather', which wants equally many tokens "
-            "on all ranks, and halves have lengths of their own; set it to 'alltoall'"
+            "on all ranks; set it to 'alltoall'"
         )
     if config.moe_pad_expert_input_to_capacity:
         yield (
             f"{apart} and moe_pad_expert_input_to_capacity True, which wants equally many tokens "
-            "on all ranks, and halves have lengths of their own; set it to False"
+            "on all ranks; set it to False"
         )

@@ -20,11 +20,7 @@ from core_attention.pipelining import Pipelining
 from core_attention.schedule_orders import one_f_one_b
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.one_lane import reasons, unwrapped
-from trainer_client.pipelines.stage_seconds import (
-    MEASURED_TOKENS,
-    layers_of_stages,
-    measure_stages,
-)
+from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +33,6 @@ def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelinin
     Args:
         chunks: of the model on this rank, wrapped or not.
         n_microbatches: of a step.
-
-    Raises:
-        ScheduleError: a stage has no served layer.
     """
     n_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if n_stages == 1:
@@ -53,18 +46,13 @@ def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelinin
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     tokens = MEASURED_TOKENS // tensor_parallel * tensor_parallel
     (chunk,) = chunks
+    ranks_of_stage = parallel_state.get_data_parallel_world_size() * tensor_parallel
+    served = sum(isinstance(module, ServedCoreAttention) for module in chunk.modules())
     with _no_trace(chunk):
         model = unwrapped(chunk)
         runs = {stage: (model, _alone(model, tokens))}
-        seconds = measure_stages(runs, n_stages, tokens)
-    ranks_of_stage = parallel_state.get_data_parallel_world_size() * tensor_parallel
-    served = sum(isinstance(module, ServedCoreAttention) for module in chunk.modules())
-    return Pipelining(
-        schedule=one_f_one_b(n_stages, n_microbatches),
-        pipeline_ranks=[rank // ranks_of_stage for rank in range(n_stages * ranks_of_stage)],
-        layers=layers_of_stages({stage: served}, n_stages),
-        **seconds._asdict(),
-    )
+        order = one_f_one_b(n_stages, n_microbatches)
+        return measured_pipelining(order, runs, {stage: served}, tokens, ranks_of_stage)
 
 
 def _why_unknown(chunks: Sequence[nn.Module], n_microbatches: int) -> Iterator[str]:

@@ -31,8 +31,8 @@ def problems(config: Any) -> Iterator[str]:
         )
     if config.recompute_granularity == "full":
         yield (
-            "recompute_granularity is 'full', which would ask servers again in the backward pass; "
-            "set it to 'selective' with recompute_modules such as ['layernorm', 'mlp'], or None"
+            "recompute_granularity is 'full', which would ask servers again; set it to "
+            "'selective' with recompute_modules such as ['layernorm', 'mlp'], or None"
         )
     if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
         yield (
@@ -61,6 +61,6 @@ def layer_problems(
         yield f"attention_dropout of layer {layer_number} is {dropout}; set it to 0"
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         yield (
-            f"window_size is {config.window_size} in layer {layer_number}; layers with a sliding "
-            "window are not served: leave their core_attention as it is, see serve(spec)"
+            f"window_size is {config.window_size} in layer {layer_number}; leave core_attention of "
+            "layers with a sliding window as it is, see serve(spec)"
         )

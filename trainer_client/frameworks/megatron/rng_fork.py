@@ -18,7 +18,8 @@ _OUTSIDE = "default-rng"
 
 
 def can_be_left() -> bool:
-    """Whether the tracker is Megatron's own: TransformerEngine's does not tell of its fork."""
+    """Return whether the tracker is Megatron's own: TransformerEngine's does not tell of its
+    fork."""
     return hasattr(megatron_random.get_cuda_rng_tracker(), "_current_state_name")
 
 

@@ -39,9 +39,8 @@ def serve(spec: Any) -> Any:
     made = _copied(spec, hooks)
     if not hooks:
         raise UnsupportedSetting(
-            f"{type(spec).__name__} has no submodules with {_HOOK}, the hook of served core "
-            "attention; give the spec of a model with softmax attention, such as "
-            "get_gpt_layer_local_spec() or get_gpt_layer_with_transformer_engine_spec() returns"
+            f"{type(spec).__name__} has no submodules with {_HOOK}; give the spec of a model with "
+            "softmax attention, such as get_gpt_layer_local_spec() returns"
         )
     served = [part for part in hooks if _kind(part.core_attention) in _SERVED]
     kinds = {_name(part.core_attention): _kind(part.core_attention) for part in hooks}

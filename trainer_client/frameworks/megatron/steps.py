@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +22,19 @@ from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.megatron import host_bounds, one_lane
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
-from trainer_client.frameworks.megatron.halves import Half, segments_of
+from trainer_client.frameworks.megatron.halves import Half
 from trainer_client.frameworks.megatron.inside_documents import why_documents_stay_whole
-from trainer_client.frameworks.megatron.lanes import CutMicrobatch, InTurns
+from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns
 from trainer_client.frameworks.megatron.one_lane import unwrapped
 from trainer_client.frameworks.megatron.pipelines import pipelining_of
-from trainer_client.frameworks.versions import UnsupportedSetting
+from trainer_client.frameworks.versions import UnsupportedSetting, rank_options
 from trainer_client.loops.held_batch import own_copy
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
-from trainer_client.step.manifests import manifest_from_cu_seqlens
 from trainer_client.step.running_step import RunningStep
+from trainer_client.turns.manifests import manifest_from_cu_seqlens
+from trainer_client.turns.parts import segments_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class ServedSteps:
         self._cut_documents = cut_documents
         inside_documents = cut_documents is not False
         self._turns = {
-            id(model): InTurns(model, inside_documents=inside_documents) for model in models
+            id(model): HalvesInTurns(model, inside_documents=inside_documents) for model in models
         }
         self._planned: dict[int, list[_Planned]] = {}
         self._running: list[_Planned] = []
@@ -140,10 +141,6 @@ class ServedSteps:
         ]
         counts = _check_layers(layers)
         device = next(parameter.device for chunk in chunks for parameter in chunk.parameters())
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        dp = parallel_state.get_data_parallel_world_size()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
         takes_turns = _takes_turns(chunks, ping_pong, n_microbatches)
         cuts = _cuts_documents(chunks, cut_documents, takes_turns=takes_turns)
         pipelining = pipelining_of(chunks, n_microbatches)
@@ -153,15 +150,13 @@ class ServedSteps:
             SessionOptions(
                 control_plane=control_plane,
                 job=job,
-                rank=first + parallel_state.get_tensor_model_parallel_rank(),
-                n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size() * tp,
-                tensor_parallel_ranks=range(first, first + tp) if tp > 1 else (),
                 n_layers=pipelining.max_layers if pipelining else len(layers),
                 pipelining=pipelining,
                 n_nano_batches=n_microbatches * (2 if takes_turns else 1),
                 shape=layers[0].shape,
                 softmax_scale=layers[0].softmax_scale,
                 device=str(device),
+                **_rank_options(),
                 **options,
             )
         )
@@ -222,11 +217,17 @@ class ServedSteps:
         if chunk is None:
             return manifest
         ids = count(rank << 32)
-        lanes = [lane for each in planned for lane in segments_of(each.bounds, each.halves, ids)]
+        lanes = [
+            lane
+            for each in planned
+            for lane in segments_of(
+                [end - begin for begin, end in pairwise(each.bounds)], each.halves, ids
+            )
+        ]
         return RankManifest(step, rank, lanes)
 
     def _is_cut_inside(self, microbatch: Microbatch) -> bool:
-        """Whether a document of it may lie in both halves."""
+        """Return whether a document of it may lie in both halves."""
         if self._cut_documents is None:
             return microbatch.get("packed_seq_params") is not None
         return self._cut_documents
@@ -275,11 +276,8 @@ class ServedSteps:
 
     @contextmanager
     def _in_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Around a forward step, whose microbatch is known by that.
+        """Around a forward step, whose microbatch is known by that."""
 
-        Raises:
-            SessionError: its halves are to take turns, and :meth:`ahead` did not yield it.
-        """
         step = require_step().step
         if microbatch < len(self._running):
             self._now = f"step {step} microbatch {microbatch}", self._running[microbatch]
@@ -312,8 +310,8 @@ class ServedSteps:
         turns = self._turns.get(id(unwrapped(model)))
         if turns is None:
             raise SessionError(
-                f"a forward step was given {type(unwrapped(model)).__name__}, which is none of the "
-                "model chunks that ServedSteps.open was given; give it all of them"
+                f"a forward step was given {type(unwrapped(model)).__name__}, no model chunk of "
+                "ServedSteps.open; give it all of them"
             )
         first, second = self._running[microbatch].halves
         # Without rows the second half is no call: other ranks do not await it.
@@ -339,12 +337,21 @@ class ServedSteps:
             turns.undo()
 
 
-def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int) -> bool:
-    """Whether the halves of a microbatch take turns.
+def _rank_options() -> dict[str, Any]:
+    state = parallel_state
+    return rank_options(
+        (
+            state.get_pipeline_model_parallel_rank(),
+            state.get_pipeline_model_parallel_world_size(),
+        ),
+        (state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+        (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+    )
 
-    Raises:
-        UnsupportedSetting: it is asked for, and cannot be.
-    """
+
+def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int) -> bool:
+    """Return whether the halves of a microbatch take turns."""
+
     found = [] if asked is False else list(one_lane.reasons(chunks, n_microbatches))
     if asked and found:
         raise UnsupportedSetting(
@@ -370,9 +377,6 @@ def _cuts_documents(
 ) -> bool | None:
     """``asked``, or False if the model cannot run the halves of a document. All ranks call it
     together.
-
-    Raises:
-        UnsupportedSetting: it is asked for, and cannot be.
     """
     if not takes_turns:
         found = ["the halves of a microbatch do not take turns"]
@@ -401,9 +405,8 @@ def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
     if (packed := microbatch.get("packed_seq_params")) is not None:
         return on_host(packed.cu_seqlens_q.flatten())
     raise ManifestError(
-        f"a microbatch of step {step} holds {sorted(microbatch)}; it must have packed_seq_params "
-        "(thd), or cu_seqlens, on every stage: in Megatron's own loop, by --sft or "
-        "--dataloader-inter-document-masking"
+        f"a microbatch of step {step} holds {sorted(microbatch)}; give packed_seq_params (thd) or "
+        "cu_seqlens on every stage (--sft, --dataloader-inter-document-masking)"
     )
 
 
@@ -431,9 +434,6 @@ def _check_equal(counts: Sequence[int]) -> None:
     """Checks that ranks have equally many served layers, ``counts``."""
     if len(set(counts)) > 1:
         raise UnsupportedSetting(
-            f"ranks have {counts} served layers; every rank must have equally many: set "
-            "num_layers to a multiple of the pipeline stages, and neither "
-            "num_layers_in_first_pipeline_stage nor account_for_embedding_in_pipeline_split; of a "
-            "hybrid model, give every stage's part of the pattern equally many attention layers; "
-            "build all stages of serve(spec)"
+            f"ranks have {counts} served layers; give every rank equally many: num_layers a "
+            "multiple of the pipeline stages, all stages built of serve(spec)"
         )

@@ -17,10 +17,10 @@ from core_attention.score_rule import ScoreRule
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
+from trainer_client.hooks.probing import current_probe
 from trainer_client.models.documents import documents_of
-from trainer_client.models.probe import current_recorder
 from trainer_client.step.home import HomeCall, attend_at_home
 from trainer_client.step.home_tasks import tasks_of_documents
 from trainer_client.step.lane import (
@@ -65,20 +65,15 @@ class ServedAttention(VarlenAttention):
 
     @outside_graphs
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Core attention of one layer.
+        """Core attention of one layer."""
 
-        Raises:
-            ValueError: the documents are not those of the manifest.
-            SessionError: no step is running and gradients are wanted, or a served layer's scale is
-                not the session's.
-        """
         arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         _, query, key, value, *_ = arguments.values()
         q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
         dtype: torch.dtype = v.dtype
         scale = arguments.get("scale") or q.shape[-1] ** -0.5
         masks = arguments.get("attention_masks")
-        probed = current_recorder.get() is not None or is_shape_inference(Checkpoints().recomputed)
+        probed = current_probe.get() is not None or is_shape_inference(Checkpoints().recomputed)
         at_home = not probed and is_validation()
         if not (probed or at_home):
             lane = _lane()
@@ -113,8 +108,8 @@ def served_varlen(config: VarlenAttention.Config) -> ServedAttention.Config:
 
 
 def is_validation() -> bool:
-    """Whether the caller runs a model that nobody has planned: without gradients, outside of a
-    step."""
+    """Return whether the caller runs a model that nobody has planned: without gradients, outside of
+    a step."""
     return (
         is_unplanned_evaluation()
         and current_lane.get() is None
@@ -133,9 +128,8 @@ def _attend_documents(
     """o and lse by this process's own kernel, within each document of torchtitan's ``masks``."""
     if masks is None:
         raise SessionError(
-            "core attention is called without attention_masks outside of a step, so its documents "
-            "are unknown; hand the model positions and attention_masks, as torchtitan's Validator "
-            "does"
+            "core attention is called without attention_masks outside of a step; hand the model "
+            "positions and attention_masks, as torchtitan's Validator does"
         )
     tasks = tasks_of_documents(on_host(masks.cu_seq_q).tolist())
     call = HomeCall(tasks=tasks, rule=ScoreRule(window=window), scale=scale)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from trainer_client.frameworks.torchtitan.attention import is_validation
-from trainer_client.frameworks.torchtitan.cutting import Cut, padded, padded_positions
+from trainer_client.frameworks.torchtitan.cutting import padded, padded_positions
 from trainer_client.frameworks.versions import UnsupportedSetting
-from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.models.documents import documents_of
 from trainer_client.step.lane import Lane, in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
+from trainer_client.turns.parts import RowPart, joined, rows_joined
 
 Output = Any
 """Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
@@ -31,7 +32,7 @@ class PlannedBatch:
     """
 
     positions: torch.Tensor
-    cuts: Sequence[Cut]
+    cuts: Sequence[RowPart]
     first: int
 
 
@@ -55,36 +56,33 @@ class CutBatch:
         Args:
             args: tokens ``[B, L]`` or a stage's hidden states ``[B, L, D]``.
             kwargs: ``positions`` ``[B, L]`` and ``attention_masks``.
-
-        Raises:
-            UnsupportedSetting: there are inputs that cannot be cut.
-            ValueError: the positions are not those that were submitted; of tensors on a GPU a later
-                call or the end of the step says so.
         """
         if others := sorted(set(kwargs) - {"positions", "attention_masks"}):
             raise UnsupportedSetting(
                 f"the model is called with {', '.join(others)}, which cannot be cut into the two "
                 "halves of a batch; set --distca.no-ping_pong"
             )
-        (inputs,) = args
+        (inputs,), positions = args, kwargs["positions"]
+        if positions.shape != self._planned.positions.shape:
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, and those of "
+                f"{tuple(self._planned.positions.shape)} were submitted; run the batches in order"
+            )
         return [
-            self._call(inputs, kwargs["positions"], nano_batch, part)
+            self._call(inputs, positions, nano_batch, part)
             for nano_batch, part in enumerate(self._cuts, self._planned.first)
         ]
 
     def joined(self, outputs: Sequence[Output]) -> Output:
         """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
-        if not all(isinstance(output, torch.Tensor) for output in outputs):
-            return [self.joined(each) for each in zip(*outputs, strict=True)]
-        rows = [
-            output[:, : each.end - each.begin]
-            for output, each in zip(outputs, self._cuts, strict=True)
-        ]
-        whole = torch.cat(rows, dim=1)
+        return joined(outputs, self._join)
+
+    def _join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = rows_joined(outputs, self._cuts, 1)
         return whole.reshape(*self._planned.positions.shape, *whole.shape[2:])
 
     def _call(
-        self, inputs: torch.Tensor, positions: torch.Tensor, nano_batch: int, part: Cut
+        self, inputs: torch.Tensor, positions: torch.Tensor, nano_batch: int, part: RowPart
     ) -> Call:
         own = padded_positions(positions, part)
         documents_of(Lane(require_step(), nano_batch)).check({"position_ids": own})
@@ -96,7 +94,7 @@ class CutBatch:
         return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
 
 
-class InTurns:
+class BatchInTurns:
     """A model's forward, run for each nano-batch of a batch.
 
     Args:
@@ -118,9 +116,6 @@ class InTurns:
     def run(self, tokens: torch.Tensor, **kwargs: Any) -> Output:
         """The model's output for ``tokens`` ``[B, L]``; of validation, which nobody has planned, at
         once.
-
-        Raises:
-            UnsupportedSetting, ValueError: as :meth:`CutBatch.calls`.
         """
         if is_validation():
             return self._forward(tokens, **kwargs)

@@ -17,11 +17,7 @@ from trainer_client.errors import SessionError
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.pipelines.deferred_weights import defer_weights
 from trainer_client.pipelines.pipelining import schedule_of
-from trainer_client.pipelines.stage_seconds import (
-    MEASURED_TOKENS,
-    layers_of_stages,
-    measure_stages,
-)
+from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +65,8 @@ def order_of(schedule: Any, csv: str | None, n_microbatches: int) -> Schedule | 
     if order.n_microbatches != n_microbatches:
         raise UnsupportedSetting(
             f"training.local_batch_size gives {n_microbatches} microbatches, and the order in "
-            f"{csv or order.name} has {order.n_microbatches}; set --training.local_batch_size to "
-            "that many, or write the order anew by distca schedule --microbatches "
-            f"{n_microbatches}"
+            f"{csv or order.name} has {order.n_microbatches}; make them equal (distca schedule "
+            "--microbatches)"
         )
     return order
 
@@ -87,9 +82,6 @@ def pipelining_of(
     Args:
         n_tokens: of a microbatch.
         context: torchtitan's ``train_context``.
-
-    Raises:
-        ScheduleError: stages or ranks do not fit the order.
     """
     if order.has_backwards_in_parts:
         for stage in stages.all:
@@ -99,22 +91,11 @@ def pipelining_of(
         stage.stage_index: (stage.submod, _alone(stage.submod, stages, tokens))
         for stage in stages.all
     }
+    layers = {
+        stage.stage_index: layers for stage, layers in zip(stages.all, stages.layers, strict=True)
+    }
     with context():
-        seconds = measure_stages(runs, order.n_stages, tokens)
-    return Pipelining(
-        schedule=order,
-        pipeline_ranks=[
-            rank // stages.ranks_of_stage for rank in range(order.n_ranks * stages.ranks_of_stage)
-        ],
-        layers=layers_of_stages(
-            {
-                stage.stage_index: layers
-                for stage, layers in zip(stages.all, stages.layers, strict=True)
-            },
-            order.n_stages,
-        ),
-        **seconds._asdict(),
-    )
+        return measured_pipelining(order, runs, layers, tokens, stages.ranks_of_stage)
 
 
 def _alone(part: Any, stages: Stages, n_tokens: int) -> Callable[[], torch.Tensor]:

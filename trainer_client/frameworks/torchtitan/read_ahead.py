@@ -48,7 +48,7 @@ class ReadAhead(BaseDataLoader):
         self._ahead, self._most = ahead, most
 
     def is_step_planned(self) -> bool:
-        """Whether the next batches are a whole step, which was planned."""
+        """Return whether the next batches are a whole step, which was planned."""
         self._read()
         return bool(self._steps) and len(self._steps[0][0]) == self._batches_of_step
 

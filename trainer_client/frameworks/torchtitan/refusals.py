@@ -56,9 +56,8 @@ def pipeline_problems(degree: int) -> Iterator[str]:
     takes = inspect.signature(PipelineScheduleSingle.step).parameters
     if degree > 1 and _MICROBATCHES not in takes:
         yield (
-            f"parallelism.pipeline_parallel_degree is {degree}: torchtitan hands its schedules "
-            f"lists of microbatches ({_MICROBATCHES}), which those of torch {torch.__version__} do "
-            "not take; run: pip install 'torch>=2.14'"
+            f"parallelism.pipeline_parallel_degree is {degree}, and schedules of torch "
+            f"{torch.__version__} do not take {_MICROBATCHES}; run: pip install 'torch>=2.14'"
         )
 
 
@@ -87,9 +86,8 @@ def _attention_problems(config: Any, override: str) -> Iterator[str]:
     elif all(window_of(layer) is not None for _, layer, *_ in layers):
         yield (
             f"all {len(layers)} attention layers of {config.model_spec.name} "
-            f"{config.model_spec.flavor} have a window (window_size is {layers[0][1].window_size}),"
-            " and those are computed at home: servers would have nothing to do; train it with "
-            "torchtitan's own trainer"
+            f"{config.model_spec.flavor} have a window (window_size is "
+            f"{layers[0][1].window_size}); train it with torchtitan's own trainer"
         )
     yield from _window_problems(model)
 

@@ -20,24 +20,27 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
-from trainer_client.frameworks.torchtitan.attention import ServedAttention as ServedLayer
-from trainer_client.frameworks.torchtitan.cutting import (
-    Cutting,
-    segments_of,
-    why_documents_stay_whole,
-)
-from trainer_client.frameworks.torchtitan.lanes import CutBatch, InTurns, PlannedBatch
+from trainer_client.frameworks.torchtitan.attention import ServedAttention
+from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
+from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, PlannedBatch
 from trainer_client.frameworks.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.frameworks.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.frameworks.torchtitan.refusals import problems
 from trainer_client.frameworks.torchtitan.settings import DistcaSettings
-from trainer_client.frameworks.versions import UnsupportedSetting, of_all_ranks, refuse
-from trainer_client.hooks.untouched import untouched
+from trainer_client.frameworks.versions import (
+    UnsupportedSetting,
+    of_all_ranks,
+    rank_options,
+    refuse,
+)
+from trainer_client.hooks.kept_state import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
-from trainer_client.models.probe import Recorder, ServedAttention
+from trainer_client.models.probe import ProbedAttention, Recorder
 from trainer_client.pipelines.pipelining import Pipeline
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
+from trainer_client.turns.manifests import lengths_of_documents
+from trainer_client.turns.parts import segments_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class ServedTrainer(Trainer):
         self._steps: deque[_Submitted] = deque()
         self._running: _Submitted | None = None
         self._pipeline: Pipeline | None = None
-        self._turns: list[InTurns] = []
+        self._turns: list[BatchInTurns] = []
         self._order = self._order_of_pipelines()
         self._cutting = self._how_to_cut()
         self._layers_of_parts: list[int] = []
@@ -117,16 +120,13 @@ class ServedTrainer(Trainer):
         return (self._pipeline or self._session).step(self._running.step)
 
     def _planned(self, microbatch: int) -> PlannedBatch:
-        """A batch of the running step.
+        """A batch of the running step."""
 
-        Raises:
-            SessionError: no step is running, or it has no such batch.
-        """
         batches = [] if self._running is None else self._running.batches
         if microbatch >= len(batches):
             raise SessionError(
-                f"batch {microbatch} of a step is trained on, and {len(batches)} were submitted "
-                "for it; call forward_backward_step within train_step, once for each batch"
+                f"batch {microbatch} is trained on, and {len(batches)} were submitted; call "
+                "forward_backward_step within train_step, once for each batch"
             )
         return batches[microbatch]
 
@@ -142,7 +142,7 @@ class ServedTrainer(Trainer):
                 cut_by=lambda stage, microbatch: CutBatch(stage, self._planned(microbatch)),
             )
         else:
-            self._turns = [InTurns(part, self._planned) for part in self.model_parts]
+            self._turns = [BatchInTurns(part, self._planned) for part in self.model_parts]
         self._dataloader.plan_by(
             self._submit,
             batches_of_step=self._batches_of_step,
@@ -205,18 +205,19 @@ class ServedTrainer(Trainer):
         nano_batches: list[list[Segment]] = []
         for inputs, _ in batches:
             positions = on_host(inputs["positions"])
-            cuts = self._cutting.of(positions)
+            lengths = lengths_of_documents(positions.flatten())
+            cuts = self._cutting.of(lengths)
             planned.append(PlannedBatch(positions, cuts, first=len(nano_batches)))
-            nano_batches += segments_of(positions, cuts, ids)
+            nano_batches += segments_of(lengths, cuts, ids)
         self._session.submit(RankManifest(step, rank, nano_batches))
         self._steps.append(_Submitted(step, planned))
 
-    def _probe(self) -> ServedAttention:
+    def _probe(self) -> ProbedAttention:
         """What core attention the model calls, by a forward of a few tokens on all ranks."""
         tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
         kinds = []
         for part in self.model_parts:
-            reached = [each for each in part.modules() if isinstance(each, ServedLayer)]
+            reached = [each for each in part.modules() if isinstance(each, ServedAttention)]
             recorder = Recorder(part)
             inputs = tokens
             if part.tok_embeddings is None:
@@ -228,14 +229,13 @@ class ServedTrainer(Trainer):
             if found != len(reached):
                 raise SessionError(
                     f"{len(reached)} attention layers of the model were replaced, and a forward "
-                    f"reaches {found}: {[place for place, _ in recorder.calls]} and "
-                    f"{recorder.home_calls} with windows; every layer must be run once"
+                    f"reaches {found}; every layer must be run once"
                 )
             self._layers_of_parts.append(len(recorder.calls))
             kinds.append(recorder.kind())
         if any(kind != kinds[0] for kind in kinds):
             raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
-        return ServedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
+        return ProbedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
 
     def _hidden(self, n_tokens: int) -> torch.Tensor:
         """Hidden states ``[1, n_tokens, D]`` of zeros, as a stage passes them on: this rank's part
@@ -259,8 +259,8 @@ class ServedTrainer(Trainer):
         if self.gradient_accumulation_steps > 1:
             raise UnsupportedSetting(
                 f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
-                "parallelism is not served; set --training.local_batch_size so that one schedule "
-                "runs the whole global batch"
+                "parallelism is not served; set --training.local_batch_size to the rank's whole "
+                "batch"
             )
         csv = self.config.parallelism.pipeline_parallel_schedule_csv
         return order_of(self.pp_schedule, csv, self._batches_of_step)
@@ -283,7 +283,7 @@ class ServedTrainer(Trainer):
         )
         return pipelining_of(order, stages, self.config.training.seq_len, self.train_context)
 
-    def _session_options(self, found: ServedAttention) -> SessionOptions:
+    def _session_options(self, found: ProbedAttention) -> SessionOptions:
         dims, settings = self.parallel_dims, self.config.distca
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
         batch_rank, batch_degree = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
@@ -291,8 +291,6 @@ class ServedTrainer(Trainer):
         share, n_shares = 0, 1
         if dims.tp_enabled:
             share, n_shares = dims.get_mesh("tp").get_local_rank(), dims.tp
-        n_lanes = self._batches_of_step * self._cutting.n_lanes
-        first = (stage * batch_degree + batch_rank) * n_shares
         pipelining = None
         if self._order is not None:
             pipelining = self._pipelining(self._order, batch_degree * n_shares)
@@ -303,12 +301,8 @@ class ServedTrainer(Trainer):
                     **settings.session_options(),
                     "pipelining": pipelining,
                     "job": settings.job,
-                    "rank": first + share,
-                    "n_ranks": batch_degree * dims.pp * n_shares,
-                    "tensor_parallel_ranks": range(first, first + n_shares)
-                    if dims.tp_enabled
-                    else (),
-                    "n_nano_batches": n_lanes,
+                    **rank_options((stage, dims.pp), (batch_rank, batch_degree), (share, n_shares)),
+                    "n_nano_batches": self._batches_of_step * self._cutting.n_lanes,
                     **self.more_session_options(),
                 }
             )
@@ -332,9 +326,8 @@ def served(config: Trainer.Config, **settings: Any) -> ServedTrainer.Config:
     """
     if type(config) is not Trainer.Config:
         raise UnsupportedSetting(
-            f"the configuration is of {type(config).__qualname__}; served() takes that of "
-            "torchtitan's Trainer. For a trainer of your own, derive it from ServedTrainer and its "
-            "Config"
+            f"the configuration is of {type(config).__qualname__}; give that of torchtitan's "
+            "Trainer, or derive your trainer from ServedTrainer"
         )
     kept = {each.name: getattr(config, each.name) for each in fields(config)}
     made = ServedTrainer.Config(**kept, distca=DistcaSettings(**settings))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from trainer_client.hooks.uncompiled import uncompiled
+from trainer_client.hooks.compile_boundary import uncompiled
 
 
 def compiles() -> bool:

@@ -24,17 +24,17 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from core_attention.host_copies import on_host
+from core_attention.errors import ManifestError
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.models.documents_at_home import attend_documents
-from trainer_client.models.plain_attention import attend_by_scores, causal_rows
-from trainer_client.models.probe import current_recorder
+from trainer_client.hooks.probing import current_probe
+from trainer_client.local_attention.plain import attend_by_scores, attend_documents, causal_rows
 from trainer_client.step.lane import current_lane, current_step
+from trainer_client.turns.manifests import lengths_of_documents
 
 logger = logging.getLogger(__name__)
 
 rows_are_split: ContextVar[bool] = ContextVar("distca_rows_are_split", default=False)
-"""Whether models are called with whole rows, whose nano-batches are chosen further inside."""
+"""True where models are called with whole rows, whose nano-batches are chosen further inside."""
 
 _asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
 _said: set[str] = set()
@@ -55,8 +55,8 @@ def at_home() -> Iterator[None]:
 
 
 def is_at_home() -> bool:
-    """Whether the caller computes its core attention at home."""
-    if current_recorder.get() is not None:
+    """Return whether the caller computes its core attention at home."""
+    if current_probe.get() is not None:
         return False
     region = Checkpoints().recomputed
     if region is not None:
@@ -98,8 +98,8 @@ class HomeMask:
 
     @property
     def follows_documents(self) -> bool:
-        """Whether it may hide nothing else than later keys and those of other documents: it is of
-        one row without cache, padding, window or a function of the model's own."""
+        """Return whether it may hide nothing else than later keys and those of other documents: it
+        is of one row without cache, padding, window or a function of the model's own."""
         asked = self.asked
         return (
             asked["batch_size"] == 1
@@ -111,7 +111,7 @@ class HomeMask:
 
     @property
     def pads(self) -> bool:
-        """Whether some rows are padding."""
+        """Return whether some rows are padding."""
         padding = self.asked.get("attention_mask")
         return padding is not None and not bool(padding.all())
 
@@ -193,22 +193,16 @@ def _scored(
 
 
 def document_lengths(position_ids: torch.Tensor) -> list[int] | None:
-    """Of documents packed in one row ``[1, rows]``, by positions that restart at 0 and count up;
-    None if positions tell otherwise."""
-    ids = on_host(position_ids.flatten())
-    if not ids.numel() or int(ids[0]) != 0:
+    """Lengths of documents packed in one row ``[1, rows]``, by positions that restart at 0 and
+    count up; None for other positions."""
+    try:
+        return lengths_of_documents(position_ids.flatten()) or None
+    except ManifestError:
         return None
-    steps = ids.diff()
-    begins = (ids == 0).nonzero().flatten()
-    if not bool(((steps == 1) | (ids[1:] == 0)).all()):
-        return None
-    ends = torch.cat([begins[1:], begins.new_tensor([ids.numel()])])
-    lengths: list[int] = (ends - begins).tolist()
-    return lengths
 
 
 def _say_once() -> None:
-    """What is computed here is neither balanced nor measured, which may surprise."""
+    """Log that this is neither balanced nor measured, which may surprise."""
     why = (
         "in an at_home block"
         if _asked_for.get()

@@ -28,11 +28,8 @@ class Unwritten:
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
 
     def get(self) -> Mapping[str, torch.Tensor]:
-        """The tensors, detached.
+        """The tensors, detached."""
 
-        Raises:
-            ChangedInPlace: one of them was written to.
-        """
         changed = [
             name for name, at in self._versions.items() if self._tensors[name]._version != at
         ]

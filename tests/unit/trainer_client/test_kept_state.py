@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_client.hooks.untouched import state_kept, untouched
+from trainer_client.hooks.kept_state import state_kept, untouched
 
 
 class _Keeps(nn.Module):

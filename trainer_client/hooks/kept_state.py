@@ -1,4 +1,4 @@
-"""Forwards of a model that leave no trace: what probes and checks run must change nothing."""
+"""The state of a model, kept around forwards that must change nothing: probes and checks."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class _Buffers:
 
 
 class _Attributes:
-    """What a module keeps on itself, to be put back: losses that hooks collect, counters, caches.
-    Of containers the items too, but not what these are made of.
+    """Attributes of a module, to be put back: losses that hooks collect, counters, caches.
+    Items of containers too, but not what these are made of.
 
     Not that of a module that builds itself in its first pass: it would build itself again, beside
     the parameters, children and hooks that it has. Nor of DistributedDataParallel, whose attributes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import recomputes
-from trainer_client.hooks.graphs import outside_graphs
-from trainer_client.loops.fsdp import require_prepared
-from trainer_client.loops.padded_rows import PaddedRows
-from trainer_client.models.at_home import is_at_home, rows_are_split
+from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.sharded_weights import require_prepared
+from trainer_client.local_attention.at_home import is_at_home, rows_are_split
 from trainer_client.models.document_check import (
     UnsupportedModel,
     attention_modules,
@@ -36,10 +34,10 @@ from trainer_client.models.document_check import (
 from trainer_client.models.documents import CHECKED, documents_of
 from trainer_client.models.probe import refuse_prompts
 from trainer_client.step.lane import current_lane, current_step, require_lane
-from trainer_client.step.ping_pong import run_in_turns
+from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.step.running_step import RunningStep
-from trainer_client.turns.containers import filled
-from trainer_client.turns.microbatch_rows import part_of_row
+from trainer_client.turns.padded_rows import PaddedRows
+from trainer_client.turns.parts import RowPart, joined, neighbours, rows_joined
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -47,8 +45,8 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 @contextmanager
 def turns_inside(model: nn.Module) -> Iterator[None]:
-    """In the block, ``model`` may be called with a whole packed row, ``[1, rows]``, in a step whose
-    manifest is split as :func:`~trainer_client.step.manifests.split_documents` does
+    """Let ``model`` be called in the block with a whole packed row, ``[1, rows]``, in a step whose
+    manifest is split as :func:`~trainer_client.turns.parts.split_documents` does
     (``submit_ahead`` does it for batches that are no sequences), or with a batch that is padded on
     the right. Its decoder runs the nano-batches in turns. Wrap the model in
     DistributedDataParallel or ``fully_shard`` before or after; outside of steps, and under
@@ -95,9 +93,8 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
     if not holders:
         if any(_holds(module, each) for module in models for each in callers):
             raise UnsupportedModel(
-                f"{type(model).__name__} holds several models of transformers that call core "
-                "attention, and a row is split inside one: give the others "
-                "attn_implementation='sdpa', or call PingPong with the nano-batches of all"
+                f"{type(model).__name__} holds several models that call core attention; give the "
+                "others attn_implementation='sdpa', or PingPong the nano-batches of all"
             )
         raise UnsupportedModel(
             f"{type(model).__name__} holds no model of transformers that calls core attention; "
@@ -108,9 +105,8 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
     untyped: Any = decoder
     if untyped.get_output_embeddings() is not None:
         raise UnsupportedModel(
-            f"{type(decoder).__name__} keeps its layers beside its head, not in a model of their "
-            "own: a packed row cannot be split inside it. Give PingPong the nano-batches in a "
-            "training loop of your own"
+            f"{type(decoder).__name__} keeps its layers beside its head, so that no row can be "
+            "split inside it; give PingPong the nano-batches yourself"
         )
     return decoder
 
@@ -153,12 +149,8 @@ class _WholeRows:
         return MethodType(bound, decoder)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's outputs for all rows.
+        """The decoder's outputs for all rows."""
 
-        Raises:
-            SessionError: the rows are not those of the step's manifest, an argument or output
-                cannot be split, or a layer is sharded and not prepared for turns.
-        """
         running = current_step.get()
         if running is None or current_lane.get() is not None or is_at_home() or recomputes():
             return self._forward(*args, **kwargs)
@@ -176,10 +168,20 @@ class _WholeRows:
         if running.job.n_nano_batches > 1 and not self._checked:
             require_prepared(self._decoder, inside=True)
             self._checked = True
-        calls = [((), part) for part in self._split(running, named, n_rows)]
+        parts = neighbours(n_rows)
+        calls: list[Call] = []
+        for nano_batch, rows in enumerate(parts):
+            lengths = [length for _, _, length in running.segments(nano_batch)]
+            cut = (
+                (name, self._part(name, value, rows, sum(n_rows), lengths))
+                for name, value in named.items()
+            )
+            calls.append(((), dict(cut)))
         outputs = run_in_turns(self._run_part, calls, 0, is_last=True, model=self._decoder)
-        joined = self._joined(outputs, n_rows)
-        return joined if padded is None else padded.padded(joined)
+        whole = outputs[0]
+        if len(outputs) > 1:
+            whole = joined(outputs, functools.partial(self._join, parts=parts))
+        return whole if padded is None else padded.padded(whole)
 
     def _run_part(self, **named: Any) -> Any:
         told = {name: named[name] for name in CHECKED if isinstance(named.get(name), torch.Tensor)}
@@ -194,11 +196,9 @@ class _WholeRows:
         checks = (check_of(module) for module in self._decoder.modules())
         if not all(check.counts_from_zero for check in checks if check is not None):
             raise UnsupportedModel(
-                f"{self._name} is called with a padded batch and without position_ids, and would "
-                "count positions by itself, not from 0 up as served documents are counted: its "
-                "position embeddings would be other ones. Train it without DistCA, or, if these "
-                "positions are what you want, pack documents into one row with position_ids that "
-                "restart at 0"
+                f"{self._name} is called with a padded batch without position_ids, and counts "
+                "positions otherwise than from 0; pack documents with position_ids that restart "
+                "at 0"
             )
 
     def _check_rows(self, running: RunningStep, named: Mapping[str, Any], n_rows: int) -> None:
@@ -213,60 +213,34 @@ class _WholeRows:
                     + (_MADE_OUTSIDE if isinstance(named.get("attention_mask"), dict) else "")
                 )
 
-    def _split(
-        self, running: RunningStep, named: dict[str, Any], n_rows: list[int]
-    ) -> Iterator[dict[str, Any]]:
-        begin, total = 0, sum(n_rows)
-        for part, rows in enumerate(n_rows):
-            lengths = [length for _, _, length in running.segments(part)]
-            yield {
-                name: self._part(name, value, slice(begin, begin + rows), total, lengths)
-                for name, value in named.items()
-            }
-            begin += rows
-
-    def _part(self, name: str, value: Any, rows: slice, total: int, lengths: list[int]) -> Any:
+    def _part(self, name: str, value: Any, rows: RowPart, total: int, lengths: list[int]) -> Any:
         if name in _LENGTHS and value is not None:
             cumulative = torch.tensor([0, *lengths]).cumsum(0)
             return cumulative.to(value.device, value.dtype)
         if name in _LONGEST and value is not None:
             return max(lengths, default=0)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        if value.dim() >= 2 and value.shape[:2] == (1, total):
-            return part_of_row(value, rows)
-        if value.dim() == 0:
-            return value
+        if value.shape[:2] == (1, total):
+            return rows.of(value, 1)
         raise SessionError(
-            f"{self._name} is called with {name} of shape {tuple(value.shape)}, which is not one "
-            f"row for each of the {total} tokens [1, rows, ...]: it cannot be split into "
-            "nano-batches. Leave it out, or open the session with n_nano_batches=1 and without "
-            "turns_inside"
+            f"{self._name} is called with {name} of shape {tuple(value.shape)}, not [1, {total}, "
+            "...]; leave it out, or use n_nano_batches=1 without turns_inside"
         )
 
-    def _joined(self, outputs: list[Any], n_rows: list[int]) -> Any:
-        """Outputs of parts as one, by their kinds."""
-        first = outputs[0]
-        if len(outputs) == 1 or first is None:
-            return first
-        if isinstance(first, ModelOutput):
-            names = [name for name, value in first.items() if value is not None]
-            return type(first)(
-                **{name: self._joined([o[name] for o in outputs], n_rows) for name in names}
-            )
-        if isinstance(first, tuple | list):
-            parts = (self._joined(list(each), n_rows) for each in zip(*outputs, strict=True))
-            return filled(type(first), parts)
-        if isinstance(first, torch.Tensor):
-            shapes = [tuple(output.shape) for output in outputs]
-            if all(shape[:2] == (1, n) for shape, n in zip(shapes, n_rows, strict=True)):
-                return torch.cat(outputs, dim=1)
-            # Of experts' routers, for example.
-            if all(shape[:1] == (n,) for shape, n in zip(shapes, n_rows, strict=True)):
-                return torch.cat(outputs)
+    def _join(self, outputs: Sequence[Any], parts: Sequence[RowPart]) -> Any:
+        if outputs[0] is None:
+            return None
+        if all(isinstance(output, torch.Tensor) for output in outputs):
+            sizes = [part.n_rows for part in parts]
+            # Those of experts' routers, for example, have no dimension of one row.
+            for dim, row in ((1, (1,)), (0, ())):
+                whole = [(*row, n) for n in sizes]
+                if [tuple(o.shape[: dim + 1]) for o in outputs] == whole:
+                    return rows_joined(outputs, parts, dim)
         raise SessionError(
-            f"{self._name} gives outputs ({_describe(first)}) of a nano-batch that cannot be put "
-            "together by rows; give PingPong the nano-batches in a training loop of your own"
+            f"{self._name} gives outputs ({_describe(outputs[0])}) that cannot be joined by rows; "
+            "give PingPong the nano-batches yourself"
         )
 
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.utils.generic import ModelOutput
+from torch.utils._pytree import tree_map
 
-from trainer_client.step.manifests import is_padded
-from trainer_client.turns.containers import filled
+from trainer_client.turns.manifests import is_padded
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
-    """Where the tokens of a padded batch are.
+    """The places of the tokens of a padded batch.
 
     Attributes:
         shape: of the batch, ``(batch, tokens)``.
@@ -30,7 +29,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> PaddedRows | None:
-        """Of a call's arguments; None if these are of a packed row."""
+        """The rows of a call's arguments; None if these are of a packed row."""
         if not is_padded(named):
             return None
         mask = named["attention_mask"]
@@ -50,10 +49,9 @@ class PaddedRows:
 
     def padded(self, output: Any) -> Any:
         """Outputs for the packed row, as those for the batch: zeros where padding is."""
-        if isinstance(output, ModelOutput):
-            return type(output)(**{name: self.padded(value) for name, value in output.items()})
-        if isinstance(output, tuple | list):
-            return filled(type(output), map(self.padded, output))
+        return tree_map(self._pad, output)
+
+    def _pad(self, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
             return output
         n_rows = len(self.rows)

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core_attention.errors import TensorError
 from trainer_client.errors import SessionError
+from trainer_client.hooks.sharded_weights import groups_of, units
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _COMPARED = ("job", "n_ranks", "n_layers", "shape", "softmax_scale", "n_nano_batches")
@@ -32,7 +32,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     FSDP2 puts its dimensions before it, and spreads the other weights over these alone.
 
     Raises:
-        SessionError: the weights are on several meshes that cannot be told apart so.
+        SessionError: the weights are on several meshes that cannot be distinguished.
     """
     meshes = {
         parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
@@ -44,16 +44,15 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     mesh, *others = meshes
     if others or (mesh.ndim > 1 and not mesh.mesh_dim_names):
         raise SessionError(
-            f"the model's weights are DTensors on {sorted(map(str, meshes))}; tensor parallelism "
-            "has one mesh of one dimension, such as init_device_mesh(device, (2, 4), "
-            "mesh_dim_names=('dp', 'tp'))['tp']. Call SessionOptions.for_model before fully_shard"
+            f"the weights are DTensors on {sorted(map(str, meshes))}; give tensor parallelism one "
+            "mesh with a name, and call SessionOptions.for_model before fully_shard"
         )
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
 
 
 def n_shares(model: nn.Module) -> int:
     """Tensor-parallel ranks that share the layers of ``model``; 1 where there are none, or where
-    its meshes do not tell."""
+    its meshes do not show it."""
     try:
         mesh = mesh_of(model)
     except SessionError:
@@ -61,34 +60,15 @@ def n_shares(model: nn.Module) -> int:
     return 1 if mesh is None else mesh.size()
 
 
-def is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``model`` or a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def groups_of(unit: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces at once of a module that ``fully_shard`` was applied to; none
-    if all weights inside belong to other ones."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # as it was named when there could be only one
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
-
-
 def _dims_of_fsdp(model: nn.Module) -> int:
     """Dimensions of the mesh that ``fully_shard`` was given; 0 where it was not applied."""
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    groups = (group for unit in units for group in groups_of(unit))
+    groups = (group for unit in units(model) for group in groups_of(unit))
     return max((group.mesh_info.mesh.ndim for group in groups), default=0)
 
 
 def with_group(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a session, with the ranks of the tensor-parallel group of ``model``, which its
     ranks compare; they call it together. As they are where there is none.
-
-    Raises:
-        SessionError: two of them are the same rank of the job, or they disagree on it.
     """
     mesh = mesh_of(model)
     if mesh is None:
@@ -100,26 +80,22 @@ def with_group(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     if len(set(ranks)) < len(ranks):
         raise SessionError(
             f"the ranks of a tensor-parallel group open job {options['job']} as ranks {ranks}; "
-            "each is a rank of the job of its own: give rank=torch.distributed.get_rank() and "
-            "n_ranks=torch.distributed.get_world_size()"
+            "give rank and n_ranks of torch.distributed"
         )
     for name in _COMPARED:
         values = [told[name] for _, told in everyone]
         if len(set(values)) > 1:
             raise SessionError(
-                f"ranks {ranks} of a tensor-parallel group differ in {name}: {values}; their heads "
-                "must be divided evenly, and their options be the same"
+                f"ranks {ranks} of a tensor-parallel group differ in {name}: {values}; give them "
+                "equal options, and heads that they divide"
             )
     return {**options, "tensor_parallel_ranks": ranks}
 
 
 @contextmanager
 def named_failures(model: nn.Module) -> Iterator[None]:
-    """Says of a forward of ``model`` that fails under tensor parallelism what may be the cause.
+    """Says of a forward of ``model`` that fails under tensor parallelism what may be the cause."""
 
-    Raises:
-        SessionError: the forward failed.
-    """
     mesh = mesh_of(model)
     try:
         yield
@@ -131,15 +107,14 @@ def named_failures(model: nn.Module) -> Iterator[None]:
         if uneven := {name: n for name, n in heads.items() if n % n_ranks}:
             shown = " and ".join(f"{name}={n}" for name, n in uneven.items())
             raise SessionError(
-                f"the model has {shown}, which {n_ranks} tensor-parallel ranks cannot share: the "
-                "ranks must divide its heads and its key and value heads"
+                f"the model has {shown}, which {n_ranks} tensor-parallel ranks cannot share; give "
+                "it heads that they divide"
             ) from error
         if isinstance(error, ValueError | SessionError):
             raise
         raise SessionError(
-            f"a forward of the model on {n_ranks} tensor-parallel ranks failed: {error}; they must "
-            "divide its heads and its key and value heads, and the model must take as many heads "
-            "as its projections give: view(rows, -1, head_dim)"
+            f"a forward on {n_ranks} tensor-parallel ranks failed: {error}; they must divide the "
+            "heads, which the model counts from its projections"
         ) from error
 
 
@@ -154,16 +129,12 @@ def _heads_of(model: nn.Module) -> dict[str, int]:
 
 
 def check_local(**tensors: torch.Tensor) -> None:
-    """Checks that core attention is given rows and heads that this rank has.
+    """Checks that core attention is given rows and heads that this rank has."""
 
-    Raises:
-        TensorError: a tensor is a DTensor, spread over ranks.
-    """
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             shown = ", ".join(map(str, tensor.placements))
             raise TensorError(
-                f"{name} is a DTensor of shape {tuple(tensor.shape)}, placed as ({shown}); core "
-                f"attention takes the heads of this rank: pass {name}.to_local(), or leave "
-                "use_local_output=True in ColwiseParallel"
+                f"{name} is a DTensor of shape {tuple(tensor.shape)}, placed as ({shown}); pass "
+                f"{name}.to_local(), or leave use_local_output=True in ColwiseParallel"
             )

@@ -1,11 +1,12 @@
-"""Core attention by PyTorch alone, where nothing is served: in checks of models, and at home."""
+"""Core attention by PyTorch alone: documents one after another, or by their scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch.nn.functional import dropout as drop_out
+from torch.nn.functional import scaled_dot_product_attention
 
 from core_attention.ca_task import MaskKind
 from trainer_client.step.home_tasks import FULL, LayerKind
@@ -13,6 +14,38 @@ from trainer_client.step.sinks import with_sinks
 
 _MOST_SCORES = 1 << 26
 """Scores that exist at a time, without gradients: 256 MiB."""
+
+
+def attend_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention within each document; no mask of rows times rows is made.
+
+    Args:
+        q: ``[..., num_heads, rows, head_dim]``.
+        k: ``[..., num_heads_kv, rows, head_dim]``.
+        v: ``[..., num_heads_kv, rows, head_dim_v]``.
+        lengths: of the documents, in packed order; their sum is the rows.
+        scale: multiplies q.k; None is 1 / sqrt(head_dim).
+        dropout: of attention weights.
+
+    Returns:
+        o ``[..., num_heads, rows, head_dim_v]``.
+    """
+    parts = (tensor.split(list(lengths), dim=-2) for tensor in (q, k, v))
+    outputs = [
+        scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=True
+        )
+        for query, key, value in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, dim=-2)
 
 
 def attend_plainly(
@@ -43,7 +76,7 @@ def attend_plainly(
     """
     n_rows = query.shape[2]
     if sinks is None and not softcap and (kind.reach is None or kind.reach >= n_rows):
-        return nn.functional.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             query,
             key,
             value,
@@ -105,7 +138,7 @@ def attend_by_scores(
             scores = scores.masked_fill(~mask, torch.finfo(wide).min)
         else:
             scores = scores + mask
-        o = nn.functional.dropout(torch.softmax(scores, -1), dropout) @ values
+        o = drop_out(torch.softmax(scores, -1), dropout) @ values
         if sinks is not None:
             lse = torch.logsumexp(scores, -1).transpose(1, 2)
             o = with_sinks(o.transpose(1, 2), lse, sinks).transpose(1, 2)
@@ -114,7 +147,7 @@ def attend_by_scores(
 
 
 def causal_rows(device: torch.device, n_keys: int) -> Callable[[int, int], torch.Tensor]:
-    """What queries of one document see, for :func:`attend_by_scores`."""
+    """The keys that queries of one document see, for :func:`attend_by_scores`."""
     return lambda begin, end: _shown(begin, end, n_keys, FULL, device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
-from core_attention.manifest import RankManifest, Segment
+from core_attention.manifest import RankManifest
+from trainer_client.turns.parts import cut, segments_of, split_documents
 
 
 def manifest_from_position_ids(
@@ -18,7 +19,7 @@ def manifest_from_position_ids(
 ) -> RankManifest:
     """The manifest of packed documents whose position ids restart at 0.
 
-    Documents that span ranks cannot be told from position ids: build a
+    Documents that span ranks cannot be seen from position ids: build a
     :class:`~core_attention.manifest.RankManifest` of segments for those.
 
     Args:
@@ -71,11 +72,11 @@ def manifest_of_row(
         rank: this rank.
         batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``, or an
             ``attention_mask`` ``[batch, tokens]`` with padding on the right.
-        n_parts: nano-batches of the job; see :func:`split_documents`.
+        n_parts: nano-batches of the job; see :func:`~trainer_client.turns.parts.split_documents`.
         cut_documents: whether the row is split in its middle instead, of two nano-batches.
 
     Raises:
-        ManifestError: it holds none of them, no document, or they do not tell documents apart.
+        ManifestError: it holds none of them, no document, or documents cannot be distinguished.
     """
     if batch.get("position_ids") is not None:
         lengths = lengths_of_documents(batch["position_ids"])
@@ -88,28 +89,23 @@ def manifest_of_row(
             name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")
         }
         raise ManifestError(
-            f"step {step}: the batch holds {shown}, which does not say where documents begin; pack "
-            "documents into one row [1, rows] with position_ids that restart at 0: with "
-            "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
-            "packing=True, or padding_free=True and max_length=None, in TRL's SFTConfig; or give "
-            "input_ids and attention_mask [batch, tokens], padded on the right"
+            f"step {step}: the batch holds {shown}; give one row with position_ids that restart at "
+            "0 (DataCollatorWithFlattening), or attention_mask with padding on the right"
         )
     if not lengths:
         raise ManifestError(
-            f"step {step}: the row of rank {rank} holds no document; where a model is called with "
-            "whole rows, every rank needs a document in each step: leave the step out on all "
-            "ranks, or give PingPong the nano-batches, which may be empty"
+            f"step {step}: the row of rank {rank} holds no document; leave the step out on all "
+            "ranks, or give PingPong the nano-batches"
         )
     if cut_documents:
-        n_rows = sum(lengths)
-        halves = split_row(lengths, [-(-n_rows // 2), n_rows], count(rank << 32))
-        return RankManifest(step, rank, halves)
+        halves = cut(lengths, 2, inside_documents=True)
+        return RankManifest(step, rank, segments_of(lengths, halves, count(rank << 32)))
     return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
 
 
 def is_padded(batch: Mapping[str, Any]) -> bool:
-    """Whether a model's arguments are of a batch of rows, with an attention mask that tells how
-    long each is, and not of a packed row."""
+    """Return whether a model's arguments are of a batch of rows, with an attention mask that shows
+    how long each is, and not of a packed row."""
     mask = batch.get("attention_mask")
     rows = batch.get("input_ids")
     rows = batch.get("inputs_embeds") if rows is None else rows
@@ -129,54 +125,11 @@ def _padded_lengths(mask: torch.Tensor) -> list[int]:
     if not torch.equal(seen, of_right) or not bool(lengths.all()):
         row = int(((seen != of_right).any(1) | (lengths == 0)).nonzero()[0])
         raise ManifestError(
-            f"row {row} of attention_mask {tuple(mask.shape)} has padding before or between its "
-            "tokens, or no token; every row begins with a token, and padding is on the right"
+            f"row {row} of attention_mask {tuple(mask.shape)} has no token, or padding before or "
+            "between its tokens; pad on the right"
         )
     of_rows: list[int] = lengths.tolist()
     return of_rows
-
-
-def split_row(
-    lengths: Sequence[int], ends: Sequence[int], ids: Iterator[int]
-) -> list[list[Segment]]:
-    """Documents of one packed row in order, as segments of neighbouring ranges of its rows; those
-    that reach over the end of a range are cut there.
-
-    Args:
-        lengths: tokens of each document.
-        ends: of the ranges, ascending; the last one is all rows.
-        ids: of documents; one is taken for each.
-    """
-    parts: list[list[Segment]] = [[] for _ in ends]
-    begin = 0
-    for length in lengths:
-        document = next(ids)
-        for part, low, high in zip(parts, (0, *ends), ends, strict=False):
-            cut_begin, cut_end = max(begin, low), min(begin + length, high)
-            if cut_begin < cut_end:
-                part.append(Segment(document, length, cut_begin - begin, cut_end - cut_begin))
-        begin += length
-    return parts
-
-
-def split_documents(lengths: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Documents of one packed row in order, as ``n_parts`` nano-batches of nearly equal tokens.
-
-    Args:
-        lengths: tokens of each document.
-        n_parts: nano-batches; those that nothing is left for are empty, the last ones.
-    """
-    parts: list[list[int]] = [[]]
-    taken, total = 0, sum(lengths)
-    for length in lengths:
-        # A document goes where its middle lies; none is cut, and no part but the last ones is
-        # empty.
-        part = int((taken + length / 2) * n_parts / total)
-        if part >= len(parts) and parts[-1] and len(parts) < n_parts:
-            parts.append([])
-        parts[-1].append(length)
-        taken += length
-    return parts + [[] for _ in range(n_parts - len(parts))]
 
 
 def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
@@ -192,15 +145,15 @@ def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
         position_ids = position_ids[0]
     if position_ids.dim() != 1:
         raise ManifestError(
-            f"position ids have shape {tuple(position_ids.shape)}; give [rows] or [1, rows]: pack "
-            "documents into one row (3-D multimodal ids are not supported)"
+            f"position ids have shape {tuple(position_ids.shape)}; pack documents into one row, "
+            "[rows] or [1, rows] (3-D multimodal ids are not supported)"
         )
     position_ids = on_host(position_ids)
     starts = (position_ids == 0).nonzero().flatten()
     if position_ids.numel() and (not starts.numel() or int(starts[0]) != 0):
         raise ManifestError(
-            f"position ids begin with {int(position_ids[0])}; every document begins at 0: for a "
-            "document that continues from another rank, build its segments yourself"
+            f"position ids begin with {int(position_ids[0])}; begin every document at 0, or build "
+            "segments of documents that span ranks yourself"
         )
     ends = torch.cat([starts[1:], starts.new_tensor([position_ids.numel()])])
     lengths = ends - starts
@@ -208,7 +161,7 @@ def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
     if not torch.equal(position_ids, expected):
         at = int((position_ids != expected).nonzero()[0])
         raise ManifestError(
-            f"position ids jump to {int(position_ids[at])} at row {at}, where {int(expected[at])} "
-            "comes next; they count up by one from 0 in every document"
+            f"position ids jump to {int(position_ids[at])} at row {at}, not {int(expected[at])}; "
+            "count up by one from 0 in every document"
         )
     return [int(length) for length in lengths]

@@ -1,0 +1,113 @@
+"""Weights that several ranks have a part of: FSDP2's units, FSDP1 and DeepSpeed's ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from trainer_client.errors import SessionError
+
+prepared: WeakSet[nn.Module] = WeakSet()
+"""Units through which nano-batches may take turns, see :mod:`trainer_client.loops.fsdp`."""
+resharded: WeakSet[nn.Module] = WeakSet()
+"""Those of them whose weights are freed between forward and backward."""
+
+
+def units(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that ``fully_shard`` was applied to."""
+    return (module for module in model.modules() if is_unit(module))
+
+
+def is_unit(module: object) -> bool:
+    """Return whether ``fully_shard`` was applied to it."""
+    return isinstance(module, FSDPModule)
+
+
+def outermost_units(module: nn.Module) -> Iterator[nn.Module]:
+    """The units that are in no other one: the roots."""
+    if is_unit(module):
+        yield module
+        return
+    for child in module.children():
+        yield from outermost_units(child)
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """The groups that FSDP2 gathers and reduces at once; none if all weights inside belong to
+    other ones."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # as it was named when there could be only one
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def reshards(unit: Any, is_root: bool) -> bool:
+    """Return whether ``fully_shard`` frees the weights after a forward, which FSDP2 does
+    not do for roots unless it was said so."""
+    if is_root and unit._get_fsdp_state()._auto_reshard_after_forward:
+        return False
+    return any(group.post_forward_mesh_info is not None for group in groups_of(unit))
+
+
+def is_fsdp_1(module: nn.Module) -> bool:
+    """Return whether FSDP1 shards the module or a part of it."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+def needs_other_ranks(model: nn.Module) -> bool:
+    """Return whether a forward needs other ranks: by FSDP, DeepSpeed's ZeRO-3 or tensor
+    parallelism."""
+    return is_fsdp_1(model) or any(
+        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+        for parameter in model.parameters()
+    )
+
+
+def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
+    """Checks that nano-batches may take turns in ``model``.
+
+    Args:
+        model: what they call.
+        inside: it is called once for all of them, and they take turns in the modules inside it.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise SessionError(
+                f"{name!r} is sharded by DeepSpeed's ZeRO-3, whose ranks would wait for each "
+                "other; use ZeRO-1, ZeRO-2 or fully_shard, or n_nano_batches=1"
+            )
+    for name, module in model.named_modules():
+        if inside and module is model:
+            continue
+        shown = repr(name or type(module).__name__)
+        if isinstance(module, FullyShardedDataParallel):
+            raise SessionError(
+                f"{shown} is FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2) and "
+                "trainer_client.prepare_fsdp(model)"
+            )
+        if is_unit(module) and module not in prepared:
+            raise SessionError(
+                f"{shown} is sharded by fully_shard; call trainer_client.prepare_fsdp(model) after "
+                "it, or use PingPong(model, interleave=False)"
+            )
+
+
+def check_backward_in_parts(model: nn.Module) -> None:
+    """Checks that a backward pass in two parts finds the weights of ``model``: PyTorch looks for
+    those that a forward has used before anything gathers them again.
+    """
+    roots = set(outermost_units(model))
+    for name, module in model.named_modules():
+        if not is_unit(module):
+            continue
+        if module in resharded if module in prepared else reshards(module, module in roots):
+            raise SessionError(
+                f"{name or type(module).__name__!r} is freed by fully_shard before the second part "
+                "of a backward; call fully_shard with reshard_after_forward=False"
+            )

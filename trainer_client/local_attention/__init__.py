@@ -1,0 +1,1 @@
+"""Core attention that is computed where the model is, by PyTorch alone."""
