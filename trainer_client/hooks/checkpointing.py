@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
     result: Unwritten
 
 
-class Region:
+class CheckpointedCall:
     """One checkpointed call: what core attention gave in it."""
 
     def __init__(self) -> None:
@@ -91,7 +91,9 @@ class Region:
         return self._kept[0]
 
 
-_regions: weakref.WeakKeyDictionary[_CheckpointFrame, Region] = weakref.WeakKeyDictionary()
+_regions: weakref.WeakKeyDictionary[_CheckpointFrame, CheckpointedCall] = (
+    weakref.WeakKeyDictionary()
+)
 
 _lock = threading.RLock()
 """Held while a region, or which there are, changes: several threads of a process may each train as
@@ -116,11 +118,11 @@ class Checkpoints:
     """The checkpointed parts that enclose a call of core attention."""
 
     def __init__(self) -> None:
-        self._forward: list[Region] = []
-        self._recomputed: Region | None = None
+        self._forward: list[CheckpointedCall] = []
+        self._recomputed: CheckpointedCall | None = None
         for frame, recomputes in _frames():
             with _lock:
-                region = _regions.setdefault(frame, Region())
+                region = _regions.setdefault(frame, CheckpointedCall())
             if recomputes:
                 # What encloses a recomputation has kept its own results before.
                 self._recomputed = region
@@ -128,7 +130,7 @@ class Checkpoints:
             self._forward.append(region)
 
     @property
-    def recomputed(self) -> Region | None:
+    def recomputed(self) -> CheckpointedCall | None:
         """The part that is recomputed; None in a forward pass."""
 
         if self._recomputed is None and torch._C._current_graph_task_id() >= 0:
@@ -139,7 +141,8 @@ class Checkpoints:
         return self._recomputed
 
     def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keeps a result for the recomputations that there will be; see :meth:`Region.keep`."""
+        """Keeps a result for the recomputations that there will be; see
+        :meth:`CheckpointedCall.keep`."""
         for region in self._forward:
             region.keep(caller, o, lse)
 

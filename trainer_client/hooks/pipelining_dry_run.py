@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer_client.hooks.checkpointing import Checkpoints, Recomputed, Region
+from trainer_client.hooks.checkpointing import CheckpointedCall, Checkpoints, Recomputed
 
 _SHAPES = object()
 """Stands for the lane in checkpoints of such a run."""
@@ -33,7 +33,7 @@ def for_shapes(give_way: Callable[[], None] = lambda: None) -> Iterator[None]:
         _give_way.reset(token)
 
 
-def is_shape_inference(recomputed: Region | None) -> bool:
+def is_shape_inference(recomputed: CheckpointedCall | None) -> bool:
     """Return whether the caller runs for its shapes, or is ``recomputed`` for a run that did."""
     if recomputed:
         return recomputed.caller is _SHAPES

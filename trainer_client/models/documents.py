@@ -29,7 +29,7 @@ class Documents:
         is_of_row: whether they are of all nano-batches of a step, in one row.
 
     Attributes:
-        told: names of what was handed over and shows these documents.
+        shown: names of what was handed over and shows these documents.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Documents:
         self.where = where
         self.is_of_row = is_of_row
         self.segments = tuple(segments)
-        self.told: set[str] = set()
+        self.shown: set[str] = set()
         # Layers hand over the same tensors. Kept, so that an id stays its tensor's own.
         self._seen: dict[int, torch.Tensor] = {}
         self._copies: deque[tuple[str, HostCopy]] = deque()
@@ -84,7 +84,7 @@ class Documents:
                 self._check_shape(name, tensor)
                 self._copies.append((name, HostCopy(tensor.flatten())))
                 self._seen[id(tensor)] = tensor
-            self.told.add(name)
+            self.shown.add(name)
         while self._copies and self._copies[0][1].is_done:
             self._compare_next()
 

@@ -225,18 +225,18 @@ def _attend(
     value: torch.Tensor,
     layer: LayerCall,
     documents: Documents,
-    told: dict[str, Any],
+    given: dict[str, Any],
 ) -> torch.Tensor:
     """Core attention in a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
 
     Args:
         layer: what the module asks for.
         documents: of the nano-batch.
-        told: arguments of the call, those that show documents among them.
+        given: arguments of the call, those that show documents among them.
     """
     recorder = current_probe.get()
     if recorder is None:
-        documents.check(told)
+        documents.check(given)
         if (check := current_check.get()) is not None:
             return check.attend(module, query, key, value, layer)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
@@ -340,7 +340,7 @@ def _refuse_unproven(module: nn.Module, documents: Documents) -> None:
             f"{type(module).__name__} can have one whole document in a nano-batch only: "
             f"{check.fault}"
         )
-    if missing := sorted(check.needs - documents.told):
+    if missing := sorted(check.needs - documents.shown):
         raise UnsupportedArgument(
             f"{documents.where}: the model of {type(module).__name__} was called without "
             f"{', '.join(missing)}; hand it over, with position_ids that restart at 0 in every "

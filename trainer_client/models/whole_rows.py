@@ -205,12 +205,12 @@ class _WholeRows:
         for name in ("input_ids", "inputs_embeds", "position_ids"):
             given = named.get(name)
             if isinstance(given, torch.Tensor) and tuple(given.shape[:2]) != (1, n_rows):
+                advice = (
+                    _MADE_OUTSIDE if isinstance(named.get("attention_mask"), dict) else _ONCE_A_STEP
+                )
                 raise SessionError(
-                    f"{self._name} is called with {name} of shape {tuple(given.shape)} in step "
-                    f"{running.step}, whose manifest has {n_rows} rows for this rank; call it once "
-                    "a step with gradients, with the packed row [1, rows] that was submitted. "
-                    "Other forward passes belong under torch.no_grad or in trainer_client.at_home()"
-                    + (_MADE_OUTSIDE if isinstance(named.get("attention_mask"), dict) else "")
+                    f"{self._name} is called with {name} of shape {tuple(given.shape)}; the "
+                    f"manifest of step {running.step} has {n_rows} rows; {advice}"
                 )
 
     def _part(self, name: str, value: Any, rows: RowPart, total: int, lengths: list[int]) -> Any:
@@ -244,10 +244,8 @@ class _WholeRows:
         )
 
 
-_MADE_OUTSIDE = (
-    ". A padded batch is packed inside, but not where the model around makes the masks, as here: "
-    "pack its documents, with position_ids that restart at 0, or train the text-only class"
-)
+_ONCE_A_STEP = "run other forwards under torch.no_grad or in trainer_client.at_home()"
+_MADE_OUTSIDE = "pack documents of a padded batch outside, or train the text-only class"
 
 
 def _describe(value: Any) -> str:

@@ -61,7 +61,7 @@ from trainer_client.frameworks.megatron.inside_documents import (  # noqa: E402
     why_documents_stay_whole,
 )
 from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns  # noqa: E402
-from trainer_client.frameworks.megatron.one_lane import has_experts_apart  # noqa: E402
+from trainer_client.frameworks.megatron.refusals import has_experts_apart  # noqa: E402
 from trainer_client.frameworks.megatron.steps import (  # noqa: E402
     _bounds,
     _check_equal,

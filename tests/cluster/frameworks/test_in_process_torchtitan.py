@@ -33,7 +33,7 @@ from trainer_client.frameworks.torchtitan.cutting import (  # noqa: E402
     padded_positions,
     why_documents_stay_whole,
 )
-from trainer_client.frameworks.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
+from trainer_client.frameworks.torchtitan.lanes import CutBatch, SubmittedBatch  # noqa: E402
 from trainer_client.frameworks.torchtitan.read_ahead import ReadAhead  # noqa: E402
 from trainer_client.frameworks.torchtitan.refusals import pipeline_problems  # noqa: E402
 from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
@@ -204,7 +204,7 @@ def test_positions_that_were_not_submitted_are_told(monkeypatch: pytest.MonkeyPa
     submitted = POSITIONS[:1, :6]
     batch = CutBatch(
         SimpleNamespace(get_attention_masks=lambda positions: positions),
-        PlannedBatch(submitted, [RowPart(0, 6)], first=1),
+        SubmittedBatch(submitted, [RowPart(0, 6)], first=1),
     )
     changed = submitted.clone()
     changed[0, 3] = 7

@@ -33,7 +33,7 @@ from tests.support.cluster import Cluster
 from trainer_client import PingPong, Session, SessionError, checkpoint
 from trainer_client.errors import ChangedInPlace
 from trainer_client.hooks import checkpointing
-from trainer_client.hooks.checkpointing import Checkpoints, Region
+from trainer_client.hooks.checkpointing import CheckpointedCall, Checkpoints
 from trainer_client.models.transformers import check_documents
 from trainer_client.step.attention_call import AttentionCall
 
@@ -258,7 +258,7 @@ def test_a_reentrant_checkpoint_is_named(session: Session) -> None:
 
 
 def test_results_come_back_in_order_only_once_and_unchanged() -> None:
-    region = Region()
+    region = CheckpointedCall()
     given = [(torch.full((1,), float(i)), torch.full((1,), -float(i))) for i in range(2)]
     for lane, result in enumerate(given):
         region.keep(lane, *result)
@@ -272,7 +272,7 @@ def test_results_come_back_in_order_only_once_and_unchanged() -> None:
         changed.add_(1.0)
         with pytest.raises(ChangedInPlace):
             region.take()
-        region = Region()
+        region = CheckpointedCall()
     # Of a frozen tower inside a checkpointed part; such tensors count no writes.
     with torch.inference_mode():
         region.keep(None, torch.ones(1), torch.zeros(1))

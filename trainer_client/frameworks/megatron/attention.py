@@ -29,8 +29,8 @@ from trainer_client.step.operation import core_attention
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 _KEPT = ("input_layernorm_checkpoint", "qkv_up_checkpoint")
-"""What a layer or its attention sets on itself before core attention, and uses after it: of
-``recompute_modules`` layernorm and mla_up_proj."""
+"""Attributes that a layer or its attention sets on itself before core attention, and uses after it:
+of ``recompute_modules`` layernorm and mla_up_proj."""
 
 
 class ServedCoreAttention(MegatronModule):

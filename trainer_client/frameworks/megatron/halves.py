@@ -71,7 +71,7 @@ def _by_documents(part: RowPart, bounds: Sequence[int]) -> Half:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors of a microbatch have its rows.
+    """The places of a microbatch's rows in its tensors.
 
     Attributes:
         packed: documents are packed into one row; else each has a row of its own, of one length.
@@ -122,8 +122,8 @@ class Layout:
 
 
 def with_bounds(packed: Any, of: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of Megatron's ``PackedSeqParams`` with other bounds of documents. It is not made anew:
-    what its ``__post_init__`` does waits for the GPU.
+    """A copy of Megatron's ``PackedSeqParams`` with other bounds of documents. It is a shallow
+    copy: what its ``__post_init__`` does waits for the GPU.
 
     Args:
         packed: what is copied.

@@ -30,7 +30,7 @@ _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 
 
 def why_documents_stay_whole(chunks: Sequence[nn.Module]) -> list[str]:
-    """Why the model cannot run the halves of a document, in words; empty if it can. The same on all
+    """Reasons why the model cannot run the halves of a document; empty if it can. The same on all
     ranks, which call it together: all stages have the same halves.
 
     Between the halves only core attention passes anything on. Whatever else looks at neighbouring
@@ -75,8 +75,8 @@ def _reads_tables_by_row(config: Any) -> bool:
 
 
 def give_rows_their_positions(model: nn.Module) -> list[RemovableHandle]:
-    """Has the rotary embeddings of ``model`` tell rows of documents that have begun in another half
-    of their positions there."""
+    """Have the rotary embeddings of ``model`` give rows of documents that began in another half the
+    positions that they have in the document."""
     return [
         module.register_forward_hook(_of_rows)
         for module in model.modules()

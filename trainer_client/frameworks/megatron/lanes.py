@@ -19,7 +19,7 @@ from torch import nn
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.halves import Half, Layout, halves_of, packed_of
 from trainer_client.frameworks.megatron.inside_documents import give_rows_their_positions
-from trainer_client.frameworks.megatron.one_lane import has_experts_apart
+from trainer_client.frameworks.megatron.refusals import has_experts_apart
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.step.ping_pong import Call, run_in_turns
@@ -193,7 +193,7 @@ class HalvesInTurns:
 
 
 def _tell_what_is_around(model: nn.Module) -> None:
-    """Tells core attention which modules it is part of."""
+    """Give core attention the modules that it is part of."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if isinstance(module, ServedCoreAttention):

@@ -1,4 +1,4 @@
-"""What plans of Megatron-core's pipelines rest on: its 1F1B order, and how long its stages take
+"""The base of plans for Megatron-core's pipelines: its 1F1B order, and how long its stages take
 beside core attention."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 from core_attention.pipelining import Pipelining
 from core_attention.schedule_orders import one_f_one_b
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
-from trainer_client.frameworks.megatron.one_lane import reasons, unwrapped
+from trainer_client.frameworks.megatron.refusals import reasons_against_turns, unwrapped
 from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 
 logger = logging.getLogger(__name__)
 
 
 def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelining | None:
-    """What the session needs to know of Megatron's pipelines, the same on all ranks, which call it
+    """Facts of Megatron's pipelines for the session, the same on all ranks, which call it
     together; None without pipelines, or with a line in the log if the order is not known, or stages
     cannot be timed: attention is then spread evenly over all ranks.
 
@@ -56,12 +56,13 @@ def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelinin
 
 
 def _why_unknown(chunks: Sequence[nn.Module], n_microbatches: int) -> Iterator[str]:
-    """Why a rank does not run 1F1B, or cannot be timed without a trace; the same on all ranks."""
+    """Reasons why a rank does not run 1F1B, or cannot be timed without a trace; the same on all
+    ranks."""
     if len(chunks) > 1:
         yield "virtual pipeline stages run in an order that plans do not know"
     if getattr(unwrapped(chunks[0]).config, "overlap_moe_expert_parallel_comm", False):
         yield "overlap_moe_expert_parallel_comm is True: microbatches are run two at a time"
-    yield from reasons(chunks, n_microbatches)
+    yield from reasons_against_turns(chunks, n_microbatches)
 
 
 def _alone(model: Any, n_tokens: int) -> Callable[[], torch.Tensor]:
@@ -105,7 +106,7 @@ def _alone(model: Any, n_tokens: int) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def _no_trace(chunk: nn.Module) -> Iterator[None]:
-    """What the block runs forward and backward leaves no gradients, nothing in Megatron's logs of
+    """Run the block forward and backward without leaving gradients, anything in Megatron's logs of
     experts, and its random states as they were; nothing is reduced."""
     tracker, scaler = megatron_random.get_cuda_rng_tracker(), moe_utils.MoEAuxLossAutoScaler
     states = {

@@ -14,11 +14,11 @@ from typing import Any
 from megatron.core.tensor_parallel import random as megatron_random
 
 _OUTSIDE = "default-rng"
-"""How a tracker calls the state of what is in no fork."""
+"""A tracker's name for the state of what is in no fork."""
 
 
 def can_be_left() -> bool:
-    """Return whether the tracker is Megatron's own: TransformerEngine's does not tell of its
+    """Return whether the tracker is Megatron's own: TransformerEngine's does not show its
     fork."""
     return hasattr(megatron_random.get_cuda_rng_tracker(), "_current_state_name")
 

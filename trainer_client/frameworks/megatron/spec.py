@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _HOOK = "core_attention"
 
 _SERVED = (DotProductAttention, TEDotProductAttention, ServedCoreAttention)
-"""What servers compute: softmax over all keys of a document up to the query's own."""
+"""The kinds that servers compute: softmax over all keys of a document up to the query's own."""
 
 
 def serve(spec: Any) -> Any:

@@ -20,13 +20,13 @@ from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
 from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
-from trainer_client.frameworks.megatron import host_bounds, one_lane
+from trainer_client.frameworks.megatron import host_bounds
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.halves import Half
 from trainer_client.frameworks.megatron.inside_documents import why_documents_stay_whole
 from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns
-from trainer_client.frameworks.megatron.one_lane import unwrapped
 from trainer_client.frameworks.megatron.pipelines import pipelining_of
+from trainer_client.frameworks.megatron.refusals import reasons_against_turns, unwrapped
 from trainer_client.frameworks.versions import UnsupportedSetting, rank_options
 from trainer_client.loops.held_batch import own_copy
 from trainer_client.session import Session
@@ -39,7 +39,7 @@ from trainer_client.turns.parts import segments_of
 logger = logging.getLogger(__name__)
 
 Microbatch = Mapping[str, Any]
-"""What a forward step takes; ``packed_seq_params`` or ``cu_seqlens`` tells of its documents."""
+"""The input of a forward step; ``packed_seq_params`` or ``cu_seqlens`` shows its documents."""
 
 ForwardStep = Callable[..., Any]
 """Megatron's ``forward_step_func``: of a data iterator and a model."""
@@ -181,7 +181,7 @@ class ServedSteps:
             The number of a step, for :meth:`step`, and a copy of its microbatches.
 
         Raises:
-            ManifestError: a microbatch does not tell of its documents.
+            ManifestError: a microbatch does not show its documents.
             ValueError: a step has another number of microbatches than the job.
         """
         check_count("steps_ahead", steps_ahead)
@@ -352,7 +352,7 @@ def _rank_options() -> dict[str, Any]:
 def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int) -> bool:
     """Return whether the halves of a microbatch take turns."""
 
-    found = [] if asked is False else list(one_lane.reasons(chunks, n_microbatches))
+    found = [] if asked is False else list(reasons_against_turns(chunks, n_microbatches))
     if asked and found:
         raise UnsupportedSetting(
             "the two halves of a microbatch cannot take turns: "

@@ -33,7 +33,7 @@ from trainer_client.step.lane import (
 from trainer_client.step.operation import core_attention_and_lse
 
 _SIGNATURE = inspect.signature(VarlenAttention.forward)
-"""torchtitan looks tensors up by their names here, which tell of their layout: q_BLNH or q_TNH."""
+"""torchtitan looks tensors up by their names here, which show their layout: q_BLNH or q_TNH."""
 
 UNBOUNDED = -1
 """The first number of a window that shows all earlier keys."""
@@ -102,7 +102,8 @@ def window_of(config: VarlenAttention.Config) -> int | None:
 
 @override(target=VarlenAttention.Config, description="Core attention served by DistCA")
 def served_varlen(config: VarlenAttention.Config) -> ServedAttention.Config:
-    """For ``--override.imports trainer_client.frameworks.torchtitan.attention.served_varlen``."""
+    """Serve core attention by ``--override.imports
+    trainer_client.frameworks.torchtitan.attention.served_varlen``."""
     made: ServedAttention.Config = derive(config, ServedAttention.Config)
     return made
 

@@ -1,4 +1,4 @@
-"""Where a batch is cut into the nano-batches that take turns: in its middle, or at a document."""
+"""The cut of a batch into nano-batches that take turns: in its middle, or at a document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_client.turns.parts import RowPart, cut, neighbours
 
 @dataclass(frozen=True)
 class Cutting:
-    """How every batch is cut.
+    """The way every batch is cut.
 
     Attributes:
         n_lanes: nano-batches of a batch: 1, or 2 for ping-pong.
@@ -54,7 +54,7 @@ def padded_positions(positions: torch.Tensor, part: RowPart) -> torch.Tensor:
 
 
 def why_documents_stay_whole(model: Any) -> str | None:
-    """Why a decoder of torchtitan cannot run the halves of a document, in words; None if it can.
+    """The reason why a decoder of torchtitan cannot run the halves of a document; None if it can.
 
     Between the halves only core attention passes anything on. Whatever else looks at neighbouring
     tokens would miss them at the cut.

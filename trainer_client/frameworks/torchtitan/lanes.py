@@ -18,12 +18,12 @@ from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.turns.parts import RowPart, joined, rows_joined
 
 Output = Any
-"""Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
+"""Output of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
 
 
 @dataclass(frozen=True)
-class PlannedBatch:
-    """What is known of a batch on the host since it was submitted.
+class SubmittedBatch:
+    """The knowledge of a batch on the host since it was submitted.
 
     Attributes:
         positions: ``[B, L]``, 0 where a document begins.
@@ -47,7 +47,7 @@ class CutBatch:
     first = 0
     """Every nano-batch has rows."""
 
-    def __init__(self, model: Any, planned: PlannedBatch) -> None:
+    def __init__(self, model: Any, planned: SubmittedBatch) -> None:
         self._model, self._planned, self._cuts = model, planned, planned.cuts
 
     def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
@@ -106,7 +106,7 @@ class BatchInTurns:
         microbatch: the number of the batch in its step.
     """
 
-    def __init__(self, model: Any, planned: Callable[[int], PlannedBatch]) -> None:
+    def __init__(self, model: Any, planned: Callable[[int], SubmittedBatch]) -> None:
         self._model, self._planned = model, planned
         self._forward: Callable[..., Output] = model.forward
         self.microbatch = 0

@@ -1,4 +1,4 @@
-"""What plans of torchtitan's pipelines rest on: its order of microbatches, and how long its stages
+"""The base of plans for torchtitan's pipelines: its order of microbatches, and how long its stages
 take beside core attention."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Stages:
 
 
 def order_of(schedule: Any, csv: str | None, n_microbatches: int) -> Schedule | None:
-    """What torchtitan's pipelines run; None, with a line in the log, if their schedule does not
-    say it.
+    """The order that torchtitan's pipelines run; None, with a line in the log, if their schedule
+    does not say it.
 
     Args:
         schedule: an object of ``torch.distributed.pipelining``.
@@ -74,7 +74,7 @@ def order_of(schedule: Any, csv: str | None, n_microbatches: int) -> Schedule | 
 def pipelining_of(
     order: Schedule, stages: Stages, n_tokens: int, context: Callable[[], Any]
 ) -> Pipelining:
-    """What the session needs to know, the same on all ranks, which call it together.
+    """Facts of the pipelines for the session, the same on all ranks, which call it together.
 
     In orders with backwards in two parts, linear layers are made to put off the gradients of their
     weights: PyTorch's own way leaves weights without gradients that are recomputed or sharded.

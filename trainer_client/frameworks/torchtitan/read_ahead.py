@@ -80,7 +80,7 @@ class ReadAhead(BaseDataLoader):
                 self._plan(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of what was handed out."""
+        """The state after what was handed out."""
         if self._handed_out is not None:
             return self._handed_out
         state: dict[str, Any] = self._loader.state_dict()

@@ -1,4 +1,4 @@
-"""What cannot work, found in a configuration of torchtitan before anything is built."""
+"""Settings of torchtitan that cannot work, found before anything is built."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainer_client.frameworks.torchtitan.attention import UNBOUNDED, window_of
 _BACKENDS = (FlexAttention, ScaledDotProductAttention)
 
 _MICROBATCHES = "arg_mbs"
-"""What torchtitan calls ``step`` of a schedule with."""
+"""The argument that torchtitan calls ``step`` of a schedule with."""
 
 
 def problems(config: Any, override: str) -> Iterator[str]:
-    """Why ``config`` cannot be trained with served core attention; each says what to do.
+    """Reasons why ``config`` cannot be trained with served core attention; each says what to do.
 
     Args:
         config: a ``Trainer.Config``.
@@ -52,7 +52,7 @@ def problems(config: Any, override: str) -> Iterator[str]:
 
 
 def pipeline_problems(degree: int) -> Iterator[str]:
-    """Why this torch cannot run torchtitan's pipelines of ``degree`` stages."""
+    """Reasons why this torch cannot run torchtitan's pipelines of ``degree`` stages."""
     takes = inspect.signature(PipelineScheduleSingle.step).parameters
     if degree > 1 and _MICROBATCHES not in takes:
         yield (

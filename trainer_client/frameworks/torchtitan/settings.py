@@ -17,7 +17,7 @@ class DistcaSettings:
     """Name of the job, unique among those that run."""
 
     placement: Literal["pool", "in-place", "mixed"] = "in-place"
-    """Which servers compute core attention: attention nodes, the ranks themselves, or both."""
+    """The servers that compute core attention: attention nodes, the ranks themselves, or both."""
 
     ping_pong: bool = True
     """
@@ -36,7 +36,7 @@ class DistcaSettings:
     """How many steps before its use a batch is read and planned."""
 
     transport: Literal["auto", "ucxx", "nixl"] = "auto"
-    """How rows travel."""
+    """The transport of rows."""
 
     data_host: str | None = None
     """Address of this machine that other ranks reach; None: that of its host name."""
@@ -48,7 +48,7 @@ class DistcaSettings:
         check_count("distca.steps_ahead", self.steps_ahead)
 
     def session_options(self) -> dict[str, Any]:
-        """What goes to :class:`trainer_client.SessionOptions` as it is, but for the job's name."""
+        """Options for :class:`trainer_client.SessionOptions` as it is, but for the job's name."""
         options: dict[str, Any] = {
             "control_plane": self.control_plane,
             "placement": self.placement,

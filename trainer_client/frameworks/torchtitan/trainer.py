@@ -22,7 +22,7 @@ from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.torchtitan.attention import ServedAttention
 from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
-from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, PlannedBatch
+from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, SubmittedBatch
 from trainer_client.frameworks.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.frameworks.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.frameworks.torchtitan.refusals import problems
@@ -45,7 +45,7 @@ from trainer_client.turns.parts import segments_of
 logger = logging.getLogger(__name__)
 
 OVERRIDE = "trainer_client.frameworks.torchtitan.attention.served_varlen"
-"""For ``--override.imports``."""
+"""An entry of ``--override.imports``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Submitted:
     """A step whose manifest was submitted."""
 
     step: int
-    batches: list[PlannedBatch]
+    batches: list[SubmittedBatch]
 
 
 class ServedTrainer(Trainer):
@@ -119,7 +119,7 @@ class ServedTrainer(Trainer):
         self._running = self._steps.popleft()
         return (self._pipeline or self._session).step(self._running.step)
 
-    def _planned(self, microbatch: int) -> PlannedBatch:
+    def _planned(self, microbatch: int) -> SubmittedBatch:
         """A batch of the running step."""
 
         batches = [] if self._running is None else self._running.batches
@@ -173,8 +173,8 @@ class ServedTrainer(Trainer):
         return Cutting(n_lanes, dims.tp if sequence_parallel else 1, inside_documents)
 
     def _why_documents_stay_whole(self) -> str | None:
-        """Why the model cannot run the halves of a document, in words, the same on all ranks, which
-        call it together; None if it can."""
+        """The reason why the model cannot run the halves of a document, the same on all ranks,
+        which call it together; None if it can."""
         found = [
             f"{type(part).__name__}: {why}"
             for part in self.model_parts
@@ -186,7 +186,7 @@ class ServedTrainer(Trainer):
         return found[0] if found else None
 
     def _why_microbatches_stay_whole(self, *, inside_documents: bool) -> str | None:
-        """Why those of a pipeline cannot be cut, in words, the same on all ranks; None if they
+        """The reason why those of a pipeline cannot be cut, the same on all ranks; None if they
         can."""
         if self._order is None:
             return "the order of its schedule is unknown"
@@ -201,19 +201,19 @@ class ServedTrainer(Trainer):
     def _submit(self, batches: list[Batch]) -> None:
         step, rank = self._session.next_step, self._session.options.rank
         ids = count(rank << 32)
-        planned: list[PlannedBatch] = []
+        planned: list[SubmittedBatch] = []
         nano_batches: list[list[Segment]] = []
         for inputs, _ in batches:
             positions = on_host(inputs["positions"])
             lengths = lengths_of_documents(positions.flatten())
             cuts = self._cutting.of(lengths)
-            planned.append(PlannedBatch(positions, cuts, first=len(nano_batches)))
+            planned.append(SubmittedBatch(positions, cuts, first=len(nano_batches)))
             nano_batches += segments_of(lengths, cuts, ids)
         self._session.submit(RankManifest(step, rank, nano_batches))
         self._steps.append(_Submitted(step, planned))
 
     def _probe(self) -> ProbedAttention:
-        """What core attention the model calls, by a forward of a few tokens on all ranks."""
+        """The core attention that the model calls, by a forward of a few tokens on all ranks."""
         tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
         kinds = []
         for part in self.model_parts:
