@@ -17,9 +17,6 @@ POOL_ROUNDING = 1.25
 def rows_within(limit_bytes: int, shapes: Sequence[AttentionShape]) -> int:
     """The rows of Q plus K/V that a tick may have for the messages of one tick of each lane to fit
     ``limit_bytes``, whatever they are rows of, for the largest of ``shapes``.
-
-    Raises:
-        ValueError: not a single row fits.
     """
     row_bytes = max(map(_largest_row_bytes, shapes))
     rows = int(limit_bytes / (LANES * POOL_ROUNDING * row_bytes))

@@ -66,7 +66,7 @@ class LocalReply:
         """Waits for the outputs; False if ``timeout_seconds`` passed before.
 
         Raises:
-            TickGivenUp: it will not end well; the cause is chained.
+            TickGivenUp: they will not come.
         """
         if not self._ended.wait(timeout_seconds):
             return False

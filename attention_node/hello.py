@@ -57,11 +57,7 @@ class HelloRefused(ClaimRefused):
 
 
 def parse_hello(hello: bytes) -> data_plane_pb2.Hello:
-    """Reads a hello.
-
-    Raises:
-        HelloRefused: it is none, or of another version.
-    """
+    """Reads a hello."""
     try:
         message = data_plane_pb2.Hello.FromString(hello)
     except DecodeError as error:
@@ -90,10 +86,6 @@ def check_proof(
         claim: what it can prove.
         server_id: of the server that hears it.
         job: the open job that it names, if there is one.
-
-    Raises:
-        HelloRefused: it cannot prove that it has the rank's token, or it connected by way of
-            address translation.
     """
     key = job.verification_key if job is not None else _NO_JOB
     try:
@@ -119,9 +111,6 @@ def check_hello(message: data_plane_pb2.Hello, server_id: str, job: JobDescripti
         message: what the rank says.
         server_id: of the server that hears it.
         job: the rank's.
-
-    Raises:
-        HelloRefused: it is for another server, or names a rank that the job does not have.
     """
     if message.server_id != server_id:
         raise _another_server(message)

@@ -106,10 +106,6 @@ class PoolLink:
     def join(self) -> None:
         """Registers and starts the heartbeat and the watch. If a server of the same name still
         holds a lease and may be gone, such as the process before this one, waits for its end.
-
-        Raises:
-            distca.contract.rpc.AlreadyExists: a server of the name lives, or has not ended in time.
-            distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
         """
         contact = self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._on_registered()

@@ -37,9 +37,6 @@ def rehearse(kernel: Kernel, shape: AttentionShape, device: torch.device) -> Non
         kernel: runs the tasks; warm.
         shape: of the job's core attention.
         device: where it will be served.
-
-    Raises:
-        RuntimeError: a kernel fails.
     """
     if device.type != "cpu":
         run_small_step(kernel, shape, device)

@@ -82,11 +82,7 @@ class JobDescription:
 
     @classmethod
     def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
-        """What the control plane says of a job before any plan.
-
-        Raises:
-            distca.contract.codec.WireError: the shape or the pipelining is malformed.
-        """
+        """What the control plane says of a job before any plan."""
         return cls(
             job_id=opened.job_id,
             verification_key=opened.verification_key,

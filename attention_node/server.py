@@ -32,7 +32,7 @@ from attention_node.pool_link import PoolLink, PoolLinkLost
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.settings import NodeSettings
-from attention_node.tick_server import TickServer
+from attention_node.tick_server import Host, TickServer
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
@@ -77,16 +77,7 @@ again."""
 
 
 def run(settings: NodeSettings) -> None:
-    """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane.
-
-    Raises:
-        KeyboardInterrupt: it was SIGINT; after the drain.
-        PoolLinkLost: the control plane is gone.
-        ExecutorStuck: the device does not go on.
-        distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
-        TransportError, ListenError: a port cannot be listened on.
-        ValueError: no kernel runs a shape on the device.
-    """
+    """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     keep_returning_memory()
     node = AttentionNode(settings)
@@ -113,7 +104,7 @@ class ExecutorStuck(RuntimeError):
     """The executor has work and finishes none of it; only a new process helps."""
 
 
-class AttentionNode:
+class AttentionNode(Host):
     """A pool server: executor, data plane, health, metrics and membership.
 
     Attributes:
@@ -136,7 +127,7 @@ class AttentionNode:
             registry, own=[settings.certificate_file], authorities=[settings.ca_file]
         )
         self._metrics = NodeMetrics(registry, settings.server_id)
-        data_metrics = self._data_metrics = DataPlaneMetrics(registry, pairs)
+        data_metrics = DataPlaneMetrics(registry, pairs)
         self._meter = LoadMeter(lambda: data_metrics.moved_bytes)
         self._pool = BufferPool.on_device(device, settings.buffer_limit_bytes or None)
         data_metrics.watch_pool("messages", self._pool)
@@ -145,18 +136,10 @@ class AttentionNode:
             settings.server_id,
             self._executor,
             self._pool,
+            self,
+            self._metrics,
             reply_deadline_seconds=settings.reply_timeout_seconds,
-            on_step_finished=self._step_finished,
-            on_exchange=self._metrics.exchange_ended,
-            on_refused=self._metrics.session_refused,
-            on_message_refused=self._metrics.stale_message,
-            on_waited=self._metrics.memory_waited_for,
-            on_accepted=lambda connection, name: data_metrics.name_peer(
-                connection.peer, connection.transport, name
-            ),
-            on_rank_lost=self._rank_lost,
         )
-        self._metrics.watch(self._executor, lambda: self._ticks.open_ticks)
         self._transport = open_transport(
             settings.transport,
             device=settings.device,
@@ -204,7 +187,7 @@ class AttentionNode:
             lost_ranks=lambda: self._ticks.lost_ranks,
             on_event=self._handle,
             on_registered=lambda: self._announced.registered(now=time.monotonic()),
-            on_fenced=lambda: self._ticks.close_all("the control plane has fenced the server"),
+            on_fenced=lambda: self._ticks.close("the control plane has fenced the server"),
             on_drain=self.stop,
             on_lost=self._lose,
             away_seconds=settings.control_plane_timeout_seconds,
@@ -227,12 +210,7 @@ class AttentionNode:
         self._stopping.set()
 
     def wait(self) -> None:
-        """Blocks until the node is to end, then lets planned steps finish.
-
-        Raises:
-            PoolLinkLost: the control plane is gone.
-            ExecutorStuck: the device, or the thread that drives it, does not go on.
-        """
+        """Blocks until the node is to end, then lets planned steps finish."""
         while not self._stopping.wait(1.0):
             self._check_executor()
             self._drop_forgotten_jobs()
@@ -370,12 +348,13 @@ class AttentionNode:
         self._meter.kernel_called(call)
         self._metrics.kernel_called(call)
 
-    def _step_finished(self, busy: StepBusy) -> None:
-        self._metrics.step_finished()
+    def step_finished(self, busy: StepBusy) -> None:
+        """See :class:`Host`."""
         if self._membership is not None:
             self._membership.report(busy)
 
-    def _rank_lost(self, job_id: str, rank: int) -> None:
+    def rank_lost(self, job_id: str, rank: int) -> None:
+        """See :class:`Host`."""
         if self._membership is not None:
             self._membership.report_rank_lost(job_id, rank)
 

@@ -2,7 +2,7 @@
 
 The same class serves a pool node and a trainer's in-place server. It is driven by three kinds of
 threads, none of which it blocks: the transport's (accept, message done), the executor's (reply,
-release), and whoever brings plans. What to do is decided by a ``ServerMachine``; its lock is held
+release), and those that bring plans. What to do is decided by a ``ServerMachine``; its lock is held
 for the decision alone, never while an instruction is carried out.
 """
 
@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ParamSpec
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from attention_node.cuda_order import launched_work, record_event
 from attention_node.exchange import ExchangeTimer, LocalReply
@@ -27,9 +28,10 @@ from attention_node.hello import (
     check_proof,
     parse_hello,
 )
-from attention_node.machine import events, instructions
-from attention_node.machine.server import Instructions, ServerMachine
+from attention_node.machine import instructions
+from attention_node.machine.server import Answer, Instructions, RankRefusal, ServerMachine
 from attention_node.message_memory import MessageMemory
+from attention_node.metrics import NodeMetrics
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import ExchangeTimes, JobDescription, ServedStep, StepBusy
 from core_attention.arrays import Int64Array
@@ -58,9 +60,6 @@ logger = logging.getLogger(__name__)
 NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room, or the device gives it none."""
 
-EdgeAccept: TypeAlias = Callable[[int, Sequence[int], Connection], Sequence[int]]
-"""Takes a rank, tags that it has received, and its connection; gives the tags received here."""
-
 LANE_DEADLINE_SECONDS = default_seconds("lane_deadline_seconds")
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
 dies, its connection ends it; when it hangs, its lease: the control plane closes the job."""
@@ -80,8 +79,7 @@ class _Peer:
         self.connection.close(f"{tick} failed on server {server_id}: {error}")
 
 
-_Event: TypeAlias = events.Event[_Peer, ServedStep]
-_Instructions: TypeAlias = Instructions[_Peer, ServedStep]
+_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +103,26 @@ class _Posting:
             self.reply.release()
 
 
+class Host:
+    """The process that a tick server is part of, as the tick server calls it, on any thread."""
+
+    def step_finished(self, busy: StepBusy) -> None:
+        """Takes the busy seconds of a finished step."""
+
+    def rank_lost(self, job_id: str, rank: int) -> None:
+        """Takes job and rank of a connection that was reset."""
+
+    def accept_edge_keys(
+        self, rank: int, received_tags: Sequence[int], connection: Connection
+    ) -> Sequence[int]:
+        """Takes each connection for edge keys, and the tags that the rank behind it has received;
+        gives the tags received here.
+        """
+        raise HelloRefused(
+            HelloRefusal.SERVER, "edge keys are exchanged between ranks, and no rank runs here"
+        )
+
+
 class TickServer:
     """Receives requests, runs them on the executor, sends replies.
 
@@ -112,21 +130,11 @@ class TickServer:
         server_id: the server's name in plans.
         executor: runs the tasks.
         pool: buffers for messages.
+        host: the process around it.
+        metrics: of the server; None counts for nobody.
         local_rank: the rank whose process this is, or None.
         reply_deadline_seconds: a reply that a trainer does not take for so long fails its
             connection.
-        on_step_finished: called with the busy seconds of each finished step.
-        on_refused: called with the reason of each hello that is refused.
-        on_message_refused: called with the reason of each message that is not used: one of
-            ``attention_node.metrics.STALE_REASONS``.
-        on_waited: called with seconds for which a rank's next message was not received because
-            memory for it was missing.
-        on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
-        on_accepted: called with each connection and the name of the rank behind it.
-        on_rank_lost: called with job and rank of a connection that was reset.
-        on_edge_keys: called with each connection for edge keys: the rank behind it, tags that it
-            has received, and the connection; gives the tags received here. None: such connections
-            are refused.
     """
 
     def __init__(
@@ -134,35 +142,24 @@ class TickServer:
         server_id: str,
         executor: Executor,
         pool: BufferPool,
+        host: Host,
+        metrics: NodeMetrics | None = None,
         *,
         local_rank: int | None = None,
         reply_deadline_seconds: float = default_seconds("reply_timeout_seconds"),
-        on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
-        on_refused: Callable[[HelloRefusal], None] = lambda reason: None,
-        on_message_refused: Callable[[str], None] = lambda reason: None,
-        on_waited: Callable[[float], None] = lambda seconds: None,
-        on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
-        on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
-        on_rank_lost: Callable[[str, int], None] = lambda job_id, rank: None,
-        on_edge_keys: EdgeAccept | None = None,
     ) -> None:
         self.server_id = server_id
         self._executor = executor
         self._pool = pool
         self._local_rank = local_rank
         self._reply_deadline_seconds = reply_deadline_seconds
-        self._on_step_finished = on_step_finished
-        self._on_refused = on_refused
-        self._on_message_refused = on_message_refused
-        self._on_exchange = on_exchange
-        self._on_accepted = on_accepted
-        self._on_rank_lost = on_rank_lost
-        self._on_waited = on_waited
-        self._on_edge_keys = on_edge_keys
+        self._host = host
+        self._metrics = metrics or NodeMetrics(CollectorRegistry(), server_id)
         self._lock = threading.Lock()
         self._machine: ServerMachine[_Peer, ServedStep] = ServerMachine(server_id, pool.limit_bytes)
         self._jobs: dict[str, JobDescription] = {}
-        self._memory = MessageMemory(pool, lambda: self._handle(events.MemoryFreed()))
+        self._memory = MessageMemory(pool, lambda: self._decide(self._machine.memory_freed))
+        self._metrics.watch(executor, lambda: self.open_ticks)
 
     @property
     def open_ticks(self) -> int:
@@ -180,7 +177,8 @@ class TickServer:
     def lost_ranks(self) -> list[tuple[str, int]]:
         """Jobs and ranks whose connection was reset of late, and that have made no other."""
         with self._lock:
-            return self._machine.lost_ranks(time.monotonic())
+            self._machine.now = time.monotonic()
+            return self._machine.lost_ranks
 
     @property
     def has_ranks(self) -> bool:
@@ -204,10 +202,7 @@ class TickServer:
         job_id = description.job_id
         with self._lock:
             self._jobs.setdefault(job_id, description)
-            self._machine.handle(
-                events.JobOpened(job_id, description.n_nano_batches, description.order),
-                time.monotonic(),
-            )
+            self._machine.open_job(job_id, description.n_nano_batches, description.order)
         logger.info("job %s opened", job_id)
 
     def add_plan(
@@ -230,9 +225,8 @@ class TickServer:
             first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
         """
         with self._lock:
-            job, now = self._jobs.get(job_id), time.monotonic()
-            came = events.PlanCame(job_id, plan.step, plan.epoch)
-            if job is None or not self._machine.handle(came, now):
+            job = self._jobs.get(job_id)
+            if job is None or not self._machine.wants_plan(job_id, plan.step, plan.epoch):
                 return
         step = ServedStep(
             job,
@@ -245,18 +239,18 @@ class TickServer:
             on_tick_over=self._tick_over,
         )
         step.prepare(self._executor.kernel)
-        self._handle(events.StepPlanned(job_id, step, step.outline))
+        self._decide(self._machine.step_planned, job_id, step, step.outline)
 
     def recover(self, job_id: str, epoch: int) -> None:
         """Drops the steps and connections of a job whose epoch is below ``epoch``, and takes in no
         more of them. Does nothing if the job is unknown or has recovered so far already."""
-        self._handle(events.JobRecovered(job_id, epoch))
+        self._decide(self._machine.recover, job_id, epoch)
 
     def close_job(self, job_id: str, reason: str) -> None:
         """Forgets a job: its connections are closed and its open ticks given up."""
         with self._lock:
             self._jobs.pop(job_id, None)
-            due = self._machine.handle(events.JobClosed(job_id, reason), time.monotonic())
+            due = self._machine.close_job(job_id, reason)
         self._carry_out(due)
         self._pool.forget((self.server_id, job_id))
 
@@ -264,14 +258,12 @@ class TickServer:
         """The transport's accept callback: admits a rank of an open job.
 
         Raises:
-            HelloRefused: the hello is malformed, of another version or an epoch that is over, for
-                another server or an unknown job, without the proof that it is the rank's, or names
-                a rank that the job does not have.
+            HelloRefused: the rank is not welcome.
         """
         try:
             return self._admit(claim, connection)
         except HelloRefused as refused:
-            self._on_refused(refused.reason)
+            self._metrics.session_refused(refused.reason)
             raise
 
     def _admit(self, claim: Claim, connection: Connection) -> bytes:
@@ -284,15 +276,14 @@ class TickServer:
         if message.edge_keys:
             return self._admit_edge_keys(message, connection)
         peer = _Peer(job, rank, connection)
-        connected = events.RankConnected(job_id, peer, rank, message.first_step, message.epoch)
         with self._lock:
             if self._jobs.get(job_id) is not job:
                 raise HelloRefused(HelloRefusal.UNKNOWN_JOB, f"unknown job {job_id!r}")
-            due = self._machine.handle(connected, time.monotonic())
-        for each in due:
-            if isinstance(each, instructions.RefuseRank):
-                raise HelloRefused(HelloRefusal(each.cause), each.why)
-        self._on_accepted(connection, f"{job.name}.rank-{rank}")
+            self._machine.now = time.monotonic()
+            due = self._machine.connect(job_id, peer, rank, message.first_step, message.epoch)
+        if isinstance(due, RankRefusal):
+            raise HelloRefused(HelloRefusal(due.cause), due.why)
+        connection.show_as(f"{job.name}.rank-{rank}")
         connection.add_closed_callback(lambda error: self._gone(peer, error))
         self._carry_out(due)
         logger.info("job %s: rank %d connected (%s)", job_id, rank, connection.peer)
@@ -300,14 +291,12 @@ class TickServer:
 
     def _admit_edge_keys(self, message: data_plane_pb2.Hello, connection: Connection) -> bytes:
         """Hands the connection of a rank that has proven itself to the rank of this process."""
-        if self._on_edge_keys is None or message.rank == self._local_rank:
-            raise HelloRefused(
-                HelloRefusal.SERVER,
-                f"rank {message.rank} has edge keys for {self.server_id!r}, which is the server of "
-                "no other rank's process; edge keys are exchanged between ranks",
-            )
-        self._on_accepted(connection, f"{message.job_id}.rank-{message.rank}")
-        return self._welcome(self._on_edge_keys(message.rank, message.received_tags, connection))
+        rank = message.rank
+        if rank == self._local_rank:
+            raise HelloRefused(HelloRefusal.SERVER, f"rank {rank} has edge keys for itself")
+        received = self._host.accept_edge_keys(rank, message.received_tags, connection)
+        connection.show_as(f"{message.job_id}.rank-{rank}")
+        return self._welcome(received)
 
     def _welcome(self, received_tags: Sequence[int] = ()) -> bytes:
         welcome = data_plane_pb2.Welcome(
@@ -338,11 +327,12 @@ class TickServer:
             What to wait for.
 
         Raises:
-            TickGivenUp: the job was closed, or the step is over on this server, was given up, or
-                runs under another plan.
+            TickGivenUp: the server does not run the tick, or under another plan.
         """
         assert self._local_rank is not None
-        open_tick = self._take(self._decide(events.LocalRows(job_id, epoch, tick)))
+        with self._lock:
+            answer = self._machine.local_rows(job_id, epoch, tick)
+        open_tick = _taken(answer)
         timer = ExchangeTimer(open_tick, job_id, self._local_rank)
         reply = LocalReply(tick)
 
@@ -365,34 +355,40 @@ class TickServer:
         """The local rank sends nothing of the lane of ``first`` any more, from ``first`` on. Does
         nothing if the step is over on this server, was given up, or runs under another plan."""
         assert self._local_rank is not None
-        self._handle_soon(events.LocalLaneEnded(job_id, epoch, self._local_rank, first))
+        self._decide_soon(self._machine.local_lane_ended, job_id, epoch, self._local_rank, first)
 
     def abandon(self, job_id: str, rank: int, first_step: int) -> None:
         """Forgets unfinished steps before ``first_step`` in which the local ``rank`` takes part:
         it will not run them to their end."""
-        self._handle(events.StepsAbandoned(job_id, rank, first_step))
+        self._decide(self._machine.abandon, job_id, rank, first_step)
 
-    def close_all(self, reason: str) -> None:
+    def close(self, reason: str = "the server is shutting down") -> None:
         """Closes every job."""
         for job_id in self.job_ids:
             self.close_job(job_id, reason)
 
-    def close(self) -> None:
-        """Closes every job."""
-        self.close_all("the server is shutting down")
-
-    def _decide(self, event: _Event) -> _Instructions:
+    def _decide(
+        self,
+        happened: Callable[_Arguments, Instructions[_Peer, ServedStep]],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> None:
+        """Calls a method of the machine, and carries out what it says."""
         with self._lock:
-            return self._machine.handle(event, time.monotonic())
+            self._machine.now = time.monotonic()
+            due = happened(*args, **kwargs)
+        self._carry_out(due)
 
-    def _handle(self, event: _Event) -> None:
-        self._carry_out(self._decide(event))
+    def _decide_soon(
+        self,
+        happened: Callable[_Arguments, Instructions[_Peer, ServedStep]],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> None:
+        """Does so on the executor's thread, between kernel calls."""
+        self._executor.run_soon(lambda: self._decide(happened, *args, **kwargs))
 
-    def _handle_soon(self, event: _Event) -> None:
-        """On the executor's thread, between kernel calls."""
-        self._executor.run_soon(lambda: self._handle(event))
-
-    def _carry_out(self, due: _Instructions) -> None:
+    def _carry_out(self, due: Instructions[_Peer, ServedStep]) -> None:
         for each in due:
             match each:
                 case instructions.PostReceive(peer, step, tick):
@@ -402,39 +398,19 @@ class TickServer:
                 case instructions.ReserveMemory(step):
                     self._reserve_memory(step)
                 case instructions.ReportStep(step):
-                    self._on_step_finished(step.busy())
+                    self._metrics.step_finished()
+                    self._host.step_finished(step.busy())
                 case instructions.CloseConnection(peer, why):
                     peer.connection.close(why)
                 case instructions.ReportGone(peer, is_lost):
                     if is_lost:
-                        self._on_rank_lost(peer.job.job_id, peer.rank)
+                        self._host.rank_lost(peer.job.job_id, peer.rank)
                 case instructions.RetrySoon():
-                    self._handle_soon(events.RetryDue())
+                    self._decide_soon(self._machine.retry)
                 case instructions.ReportWait(seconds):
-                    self._on_waited(seconds)
-                case instructions.ReportOverload():
-                    logger.warning(
-                        "overloaded: messages wait at their senders for memory (limit_bytes=%d, "
-                        "%d in use)",
-                        self._pool.limit_bytes,
-                        self._pool.stats().in_use_bytes,
-                    )
-                case instructions.ReportCalm(seconds):
-                    logger.info("no longer overloaded, after %.0f s", seconds)
-                case instructions.Note(text, is_error):
-                    logger.log(logging.ERROR if is_error else logging.INFO, "%s", text)
-
-    def _take(self, answer: _Instructions) -> OpenTick:
-        """The tick that is to take the rows that arrived.
-
-        Raises:
-            TickGivenUp: there is none; says why.
-        """
-        (each,) = answer
-        if isinstance(each, instructions.TakeRows):
-            return each.step.open_tick(each.tick)
-        assert isinstance(each, instructions.RefuseRows)
-        raise TickGivenUp(each.why)
+                    self._metrics.memory_waited_for(seconds)
+                case instructions.Note(text, level):
+                    logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
     def _reserve_memory(self, step: ServedStep) -> None:
         """Before the step's first messages: none of them should wait for an allocation."""
@@ -454,10 +430,10 @@ class TickServer:
             peer.fail(tick, self.server_id, error)
             return
         if buffers is None:
-            self._handle(events.NoRoom(peer, tick))
+            self._decide(self._machine.no_room, peer, tick)
             if self._memory.has_room(messages):
                 # It came back before the machine knew that somebody waits for it.
-                self._handle(events.MemoryFreed())
+                self._decide(self._machine.memory_freed)
             return
         posting = _Posting(peer, step, tick, *buffers)
         transfer = peer.connection.offer(
@@ -470,20 +446,22 @@ class TickServer:
         job_id = step.job.job_id
         if transfer.state is TransferState.SKIPPED:
             posting.release()
-            self._handle_soon(events.LaneSkipped(job_id, peer, peer.rank, step, tick))
+            self._decide_soon(self._machine.lane_skipped, job_id, peer, peer.rank, step, tick)
             return
         if transfer.state is not TransferState.DONE:
             posting.release()
             if isinstance(transfer.error, MessageSizeMismatch):
-                self._on_message_refused("size")
+                self._metrics.stale_message("size")
             return
         try:
-            open_tick = self._take(self._decide(events.RowsArrived(job_id, peer, step, tick)))
+            with self._lock:
+                answer = self._machine.rows_arrived(job_id, peer, step, tick)
+            open_tick = _taken(answer)
             source = self._remote_source(posting, open_tick, transfer)
         except (TickGivenUp, *NO_MEMORY) as error:
             posting.release()
             if isinstance(error, TickGivenUp):
-                self._on_message_refused("epoch")
+                self._metrics.stale_message("epoch")
             peer.fail(tick, self.server_id, error)
             return
         self._executor.arrive(open_tick, peer.rank, source)
@@ -498,7 +476,7 @@ class TickServer:
             if messages.owes_reply:
                 self._send_reply(peer, tick, reply, received, timer)
             # Soon: when the request's memory has come back.
-            self._handle_soon(events.Answered(peer, tick))
+            self._decide_soon(self._machine.answered, peer, tick)
 
         def release() -> None:
             request.release()
@@ -510,7 +488,7 @@ class TickServer:
 
         def fail(error: BaseException) -> None:
             if isinstance(error, ChecksumMismatch):
-                self._on_message_refused("checksum")
+                self._metrics.stale_message("checksum")
             peer.fail(tick, self.server_id, error)
 
         return Source(
@@ -542,16 +520,18 @@ class TickServer:
         times = timer.times()
 
         def has_left(sent: Transfer) -> None:
-            self._handle(events.ReplyEnded())
+            with self._lock:
+                self._machine.reply_ended()
             if sent.state is TransferState.DONE:
                 moving_seconds = received.moving_seconds + sent.moving_seconds
                 self._exchange_ended(replace(times, transport_seconds=moving_seconds))
 
-        self._handle(events.ReplyBegun())
+        with self._lock:
+            self._machine.reply_begun()
         transfer.add_done_callback(has_left)
 
     def _exchange_ended(self, times: ExchangeTimes) -> None:
-        self._on_exchange(times)
+        self._metrics.exchange_ended(times)
         if tracing.enabled():
             tracing.record(
                 "distca.tick",
@@ -569,16 +549,14 @@ class TickServer:
             )
 
     def _tick_over(self, step: ServedStep, open_tick: OpenTick) -> None:
-        failure = open_tick.failure
-        self._handle(
-            events.TickOver(
-                step.job.job_id, step, open_tick.tick, "" if failure is None else str(failure)
-            )
-        )
+        failure = "" if open_tick.failure is None else str(open_tick.failure)
+        self._decide(self._machine.tick_over, step.job.job_id, step, open_tick.tick, failure)
 
     def _gone(self, peer: _Peer, error: TransportError | None) -> None:
-        due = self._decide(events.RankGone(peer, isinstance(error, PeerReset)))
-        if not any(isinstance(each, instructions.ReportGone) for each in due):
+        with self._lock:
+            self._machine.now = time.monotonic()
+            due = self._machine.disconnect(peer, was_reset=isinstance(error, PeerReset))
+        if not due:
             return
         has_left = error is None or (isinstance(error, PeerClosed) and error.finished)
         logger.log(
@@ -589,3 +567,15 @@ class TickServer:
             f": {error}" if error else "",
         )
         self._carry_out(due)
+
+
+def _taken(answer: Answer[ServedStep]) -> OpenTick:
+    """The tick that is to take the rows that arrived.
+
+    Raises:
+        TickGivenUp: there is none; says why.
+    """
+    if isinstance(answer, str):
+        raise TickGivenUp(answer)
+    step, tick = answer
+    return step.open_tick(tick)

@@ -18,9 +18,6 @@ Array = TypeVar("Array", bound=NDArray[Any])
 def int64_column(values: Iterable[int] | NDArray[Any], name: str) -> Int64Array:
     """A read-only 1-D int64 copy of ``values``; ``values`` itself if it is that already and nobody
     else may write to its memory.
-
-    Raises:
-        ValueError: a value is not an integer, or ``values`` is not one-dimensional.
     """
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     flags = array.flags

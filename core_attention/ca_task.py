@@ -74,8 +74,7 @@ class TaskTable:
         """Checks the plan invariants against ``manifest``.
 
         Raises:
-            PlanError: the tasks of a document do not partition ``[begin, length)``, a task's q
-                range lies in more than one segment, or a server index is out of range.
+            PlanError: the tasks do not partition the documents, or span segments.
         """
         self._check_servers(n_servers)
         step = self.document[1:] - self.document[:-1]

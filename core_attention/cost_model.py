@@ -137,11 +137,7 @@ class CostProfile:
 
     @classmethod
     def from_json(cls, text: str) -> CostProfile:
-        """Reads what :meth:`to_json` wrote.
-
-        Raises:
-            ProfileError: the text is no profile, or of another version, or its values are invalid.
-        """
+        """Reads what :meth:`to_json` wrote."""
         try:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("version")
@@ -165,8 +161,7 @@ class CostProfile:
         """Reads the profile at ``path``.
 
         Raises:
-            ProfileError: as :meth:`from_json`, naming the file.
-            OSError: the file cannot be read.
+            ProfileError, OSError: the file holds no valid profile, or cannot be read.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -177,12 +172,7 @@ class CostProfile:
 
 
 def grid_axis(tokens: Iterable[int] | Int64Array, name: str) -> Int64Array:
-    """The lengths along one axis of a profile's grid, checked.
-
-    Raises:
-        ProfileError: they are not integers that increase strictly from 1 to :data:`MOST_TOKENS` at
-            most, two or more.
-    """
+    """The lengths along one axis of a profile's grid, checked."""
     try:
         column = int64_column(tokens, name)
     except (TypeError, ValueError) as error:

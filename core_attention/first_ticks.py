@@ -32,9 +32,6 @@ class FirstTicks:
             its step.
         rank_layers: ``[n_ranks]`` calls of core attention in one forward of each rank, if they
             differ.
-
-    Raises:
-        PlanError: there is not one number per document, or one is negative.
     """
 
     def __init__(

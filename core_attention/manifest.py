@@ -66,9 +66,6 @@ class RankManifest:
         step: the training step, from 0.
         rank: the data-parallel rank, from 0.
         nano_batches: for each nano-batch, its segments in packed order (row 0 first).
-
-    Raises:
-        ManifestError: a segment has a value that is no 64-bit integer.
     """
 
     def __init__(self, step: int, rank: int, nano_batches: Sequence[Sequence[Segment]]) -> None:
@@ -141,11 +138,7 @@ class RankManifest:
 
 
 def _integers(step: int, rank: int, values: list[int]) -> Int64Array:
-    """A column of ``values``.
-
-    Raises:
-        ManifestError: one is no 64-bit integer.
-    """
+    """A column of ``values``."""
     column = np.array(values)
     if column.dtype == np.int64:
         return column
@@ -294,10 +287,7 @@ class Manifest:
         """The manifest of a step from those of all its ranks, in any order.
 
         Raises:
-            ManifestError: a rank is missing, twice or out of range; ranks disagree on the step,
-                the number of nano-batches, or a document's length; a document is cut between
-                nano-batches that are no pair, or a rank that holds its keys has no rows in the
-                second; or an invariant of the class does not hold.
+            ManifestError: the parts do not make one manifest.
         """
         by_rank = _one_per_rank(rank_manifests, n_ranks)
         nano, ids, document_length, offset, length = (
@@ -552,9 +542,6 @@ def _carry(
         parts: ``[n, 2]`` documents: of each pair, the second carries the keys of the first.
         own_rows: ``[n_nano_batches, n_ranks]`` rows of each nano-batch.
         ids, nano_batch: ``[n_documents]``.
-
-    Raises:
-        ManifestError: a rank that holds such keys has no rows in the nano-batch of the second.
     """
     second_part = np.full(len(ids), -1, dtype=np.int64)
     second_part[parts[:, 0]] = parts[:, 1]

@@ -34,10 +34,6 @@ class Pipelining:
             :data:`MOST_SLOTS` times those. Of a backward in two parts,
             gradients of weights take as long as the forward, but half of the backward at most:
             they are as many products of the same sizes.
-
-    Raises:
-        ScheduleError: sizes do not fit the schedule or each other, or a value is out of range; the
-            message names the field.
     """
 
     schedule: Schedule
@@ -90,11 +86,7 @@ class Pipelining:
             )
 
     def check_job(self, n_ranks: int, n_layers: int, n_nano_batches: int) -> None:
-        """Checks that it fits a job.
-
-        Raises:
-            ScheduleError: it does not; says which of both to change.
-        """
+        """Checks that it fits a job."""
         if len(self.pipeline_ranks) != n_ranks:
             raise ScheduleError(
                 f"pipeline_ranks has {len(self.pipeline_ranks)} values; the job has n_ranks="

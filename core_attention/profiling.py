@@ -133,9 +133,6 @@ def load_or_measure(
 
     Args:
         grid: what to measure; by default the device's of :data:`QUICK_GRIDS`.
-
-    Raises:
-        OSError: ``directory`` cannot be written; before anything is measured.
     """
     grid = grid or QUICK_GRIDS[device.type]
     path = directory / profile_file_name(device_name(device), kernel.name, shape)
@@ -203,9 +200,6 @@ def measure_profile(
         q_tokens, kv_tokens: the grid, increasing from 1.
         budget_seconds: a cell is measured if it is expected to end within them.
         progress: called after every cell.
-
-    Raises:
-        ProfileError: the grid is not valid, or a measured time is not positive.
     """
     q_axis, kv_axis = grid_axis(q_tokens, "q_tokens"), grid_axis(kv_tokens, "kv_tokens")
     grid = [[Cell(int(q), max(int(q), int(kv)), shape.mask) for kv in kv_axis] for q in q_axis]

@@ -74,11 +74,6 @@ class Schedule:
     Attributes:
         name: for messages and reports.
         slots: in the order of time.
-
-    Raises:
-        ScheduleError: a slot has another number of ranks than the first, a rank runs nothing, a
-            stage is on two ranks or on none, something runs twice or never, or before what it
-            needs; the message names the action or the rank.
     """
 
     name: str
@@ -254,9 +249,6 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
     Args:
         name: of the schedule.
         orders: ``[n_ranks]`` actions, one after the other.
-
-    Raises:
-        ScheduleError: the ranks wait for one another in a circle, or for what nobody runs.
     """
     return Schedule(name, _in_slots(name, orders, dict.fromkeys(Kind, 1)))
 
@@ -319,7 +311,7 @@ def read_csv(name: str, text: str) -> Schedule:
     else each line is an order.
 
     Raises:
-        ScheduleError: the text is no CSV, a cell is no action, or the schedule is not valid.
+        ScheduleError: the text is no valid schedule.
     """
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
     try:

@@ -92,11 +92,7 @@ class AttentionShape:
         return self.num_heads * LSE_BYTES
 
     def share(self, n_ranks: int) -> AttentionShape:
-        """The heads of one of ``n_ranks`` tensor-parallel ranks.
-
-        Raises:
-            ValueError: they cannot share the heads evenly.
-        """
+        """The heads of one of ``n_ranks`` tensor-parallel ranks."""
         for name in ("num_heads", "num_heads_kv"):
             if getattr(self, name) % n_ranks:
                 raise ValueError(

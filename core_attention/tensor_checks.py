@@ -25,8 +25,7 @@ def check_qkv(
         n_rows: rows that the manifest gives this rank in this nano-batch.
 
     Raises:
-        TensorError: rank, shape, rows, dtype, device or strides differ; names the argument, what
-            came, what is valid and what to do.
+        TensorError: an argument does not fit the shape.
     """
     check_rows("q", q, (n_rows, shape.num_heads, shape.head_dim), shape.dtype, q.device)
     check_rows("k", k, (n_rows, shape.num_heads_kv, shape.head_dim), shape.dtype, q.device)
@@ -48,9 +47,6 @@ def check_rows(
         expected_shape: rows first, then what a row holds.
         dtype: torch name of the dtype, for example ``"bfloat16"``.
         device: where it must lie.
-
-    Raises:
-        TensorError: as :func:`check_qkv`.
     """
     came = tuple(tensor.shape)
     if tensor.dim() != len(expected_shape):
@@ -83,11 +79,7 @@ def check_rows(
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Checks that the rows of ``tensor`` lie one after another in memory, without gaps.
-
-    Raises:
-        TensorError: they do not.
-    """
+    """Checks that the rows of ``tensor`` lie one after another in memory, without gaps."""
     if not tensor.is_contiguous():
         raise TensorError(
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; its rows must "

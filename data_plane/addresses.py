@@ -11,11 +11,7 @@ from data_plane.transport import Address, ConnectFailed, TransportError
 
 
 def resolve(address: Address, timeout_seconds: float, transport: str) -> str:
-    """Returns the IPv4 address of a host name; name servers can take longer than the deadline.
-
-    Raises:
-        ConnectFailed: it has none, or no answer came in time.
-    """
+    """Returns the IPv4 address of a host name; name servers can take longer than the deadline."""
     result = OwnerResult()
 
     def look_up() -> None:
@@ -34,11 +30,7 @@ def resolve(address: Address, timeout_seconds: float, transport: str) -> str:
 
 
 def local_ip(host: str, port: int, transport: str) -> str:
-    """Returns the IPv4 address of ``host``, one of this machine.
-
-    Raises:
-        TransportError: it is not.
-    """
+    """Returns the IPv4 address of ``host``, one of this machine."""
     try:
         ip = ipv4_of(host)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:

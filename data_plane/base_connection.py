@@ -130,11 +130,7 @@ class BaseConnection:
         raise NotImplementedError
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
-        """See ``Connection.offer``. On a closed connection the transfer has failed already.
-
-        Raises:
-            ValueError: the tag is out of range or already on offer, or the deadline is not > 0.
-        """
+        """See ``Connection.offer``. On a closed connection the transfer has failed already."""
         return self.offer_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds)
 
     def offer_on_channel(
@@ -162,11 +158,7 @@ class BaseConnection:
         deadline_seconds: float,
         ready: Callable[[], bool] | None = None,
     ) -> Transfer:
-        """See ``Connection.put``. On a closed connection the transfer has failed already.
-
-        Raises:
-            ValueError: the tag is out of range, or the deadline is not > 0.
-        """
+        """See ``Connection.put``. On a closed connection the transfer has failed already."""
         return self.put_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds, ready)
 
     def put_on_channel(
@@ -205,6 +197,10 @@ class BaseConnection:
                 self._closed_callbacks.append(callback)
                 return
         self._call_closed(callback)
+
+    def show_as(self, name: str) -> None:
+        if self._metrics is not None:
+            self._metrics.name_peer(self._peer, self.transport_name, name)
 
     @property
     def last_heard(self) -> float:

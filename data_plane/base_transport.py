@@ -61,10 +61,6 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         worker: the owner thread of the network library.
         settings: devices, UCX options and limits.
         metrics: counts transfers, failures and probes when given.
-
-    Raises:
-        ValueError: the library refused an option.
-        RuntimeError: the library did not start.
     """
 
     connection_type: type[ConnectionT]
@@ -97,12 +93,7 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def probe(
         self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
     ) -> ProbeResult:
-        """See ``Transport.probe``.
-
-        Raises:
-            ValueError: ``nbytes`` or ``repeats`` is out of range, or ``connection`` is of another
-                transport.
-        """
+        """See ``Transport.probe``."""
         if not isinstance(connection, self.connection_type):
             raise ValueError(f"connection is a {type(connection).__name__}, not one of {self.name}")
         probe = self._probes.get(connection.local_id)

@@ -81,11 +81,7 @@ def device_allocator(device: str | torch.device) -> BufferAllocator:
 
 
 def size_class_bytes(nbytes: int) -> int:
-    """Rounds up to a quarter step between powers of two: at most 25% (below 1 KiB: 256 bytes) more.
-
-    Raises:
-        ValueError: ``nbytes`` is negative.
-    """
+    """Rounds up to a quarter step between powers of two, by at most 25% (256 bytes below 1 KiB)."""
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; a buffer has 0 bytes or more")
     if nbytes <= ALIGNMENT_BYTES:
@@ -109,11 +105,7 @@ class PooledBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The bytes: 1-D uint8 of exactly ``nbytes``, contiguous, 256-byte-aligned.
-
-        Raises:
-            BufferReleased: the last reference has gone.
-        """
+        """The bytes: 1-D uint8 of exactly ``nbytes``, contiguous, 256-byte-aligned."""
         if self._tensor is None:
             raise BufferReleased(
                 f"buffer of {self.nbytes} bytes has gone back to its pool; keep a reference "
@@ -125,20 +117,13 @@ class PooledBuffer:
     def slab(self) -> torch.Tensor:
         """What it was cut from, 1-D uint8: what a network registers, once, and uses again for every
         buffer that is cut from it. It lives for as long as the pool keeps it.
-
-        Raises:
-            BufferReleased: the last reference has gone.
         """
         if self._place is None:
             raise BufferReleased(f"buffer of {self.nbytes} bytes: its memory has gone back")
         return self._place.slab.memory
 
     def retain(self) -> PooledBuffer:
-        """Adds a reference and returns the buffer.
-
-        Raises:
-            BufferReleased: the last reference has gone.
-        """
+        """Adds a reference and returns the buffer."""
         with self._pool._lock:
             if self._references == 0:
                 raise BufferReleased(f"buffer of {self.nbytes} bytes: retain after its release")
@@ -146,11 +131,7 @@ class PooledBuffer:
         return self
 
     def release(self) -> None:
-        """Drops a reference; with the last one the memory returns to the pool.
-
-        Raises:
-            BufferReleased: there was no reference left.
-        """
+        """Drops a reference; with the last one the memory returns to the pool."""
         with self._pool._lock:
             if self._references == 0:
                 raise BufferReleased(
@@ -237,8 +218,7 @@ class BufferPool:
         """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
 
         Raises:
-            BufferPoolExhausted: it does not fit under ``limit_bytes``, or the pool is closed.
-            ValueError: ``nbytes`` is negative.
+            BufferPoolExhausted: the limit leaves no room, or the pool is closed.
         """
         held_bytes = self._held_for(nbytes)
         self._release_those_ready()
@@ -272,8 +252,7 @@ class BufferPool:
                 buffers that are held at a time.
 
         Raises:
-            ValueError: a size is negative.
-            torch.OutOfMemoryError, MemoryError: the device has no room; what was made so far stays.
+            torch.OutOfMemoryError, MemoryError: the device has no room.
         """
         wanted = {name: [*map(self._held_for, sizes)] for name, sizes in situations.items()}
         with self._lock:

@@ -32,11 +32,6 @@ class DeviceBlock:
     Args:
         nbytes: 1 or more.
         device: a CUDA device.
-
-    Raises:
-        torch.OutOfMemoryError: the device has no room, even without what PyTorch's cache holds
-            idle.
-        DriverError: the driver refused for another reason.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -76,8 +71,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns ``nbytes`` (1 or more) of plain memory of a CUDA device: 1-D uint8, uninitialised.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room.
-        DriverError: the driver refused for another reason.
+        torch.OutOfMemoryError, DriverError: the device has no room, or refuses.
     """
     return torch.as_tensor(DeviceBlock(nbytes, device), device=device)
 

@@ -29,11 +29,7 @@ def ipv4_of(host: str) -> str:
 
 
 def addresses_of(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[str]:
-    """Returns all addresses that the name of a host stands for, in order.
-
-    Raises:
-        OSError: as :func:`ipv4_of`.
-    """
+    """Returns all addresses that the name of a host stands for, in order."""
     try:
         found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -60,11 +56,7 @@ def interface_of(ip: str) -> str | None:
 
 
 def address_of_interface(name: str) -> str:
-    """Returns the IPv4 address of one of this machine's network interfaces.
-
-    Raises:
-        ValueError: there is no such interface, or it has no IPv4 address; names those that have.
-    """
+    """Returns the IPv4 address of one of this machine's network interfaces."""
     by_name = {
         each: [one.address for one in addresses if one.family == socket.AF_INET]
         for each, addresses in _addresses().items()
@@ -143,9 +135,6 @@ def is_private(ip: str) -> bool:
 def rows_host(data_host: str, data_interface: str) -> str:
     """Returns the address at which rows are exchanged: that of ``data_interface`` where one is
     named, else ``data_host``.
-
-    Raises:
-        ValueError: as :func:`address_of_interface`.
     """
     return address_of_interface(data_interface) if data_interface else data_host
 

@@ -48,9 +48,6 @@ class LivenessMonitor:
     Args:
         quiet_seconds: how long a peer may be silent before it is asked.
         ping_timeout_seconds: how long it may take to answer.
-
-    Raises:
-        ValueError: one of the two is not a positive number.
     """
 
     def __init__(self, *, quiet_seconds: float, ping_timeout_seconds: float) -> None:
@@ -97,11 +94,7 @@ class LivenessMonitor:
         transfer.add_done_callback(lambda _: self.unwatch(connection))
 
     def unwatch(self, connection: Connection) -> None:
-        """One of the things came, or is not awaited any more.
-
-        Raises:
-            KeyError: nothing was awaited on ``connection``.
-        """
+        """One of the things came, or is not awaited any more."""
         with self._lock:
             watched = self._watched[id(connection)]
             watched.waits -= 1

@@ -100,12 +100,7 @@ class OwnerThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def start(self) -> None:
-        """Starts the thread and waits until the library is up.
-
-        Raises:
-            ValueError: the library refused an option.
-            RuntimeError: it did not start.
-        """
+        """Starts the thread and waits until the library is up."""
         self._thread.start()
         if not self._started.wait(_START_TIMEOUT_SECONDS):
             raise RuntimeError(f"{self._name} did not start within {_START_TIMEOUT_SECONDS} s")
@@ -145,11 +140,7 @@ class OwnerThread:
         self._awaited.append((ready, callback))
 
     def _open(self, poller: select.epoll) -> None:
-        """Starts the library, and registers with ``poller`` what wakes the thread up.
-
-        Raises:
-            Exception: what :meth:`start` is to raise.
-        """
+        """Starts the library, and registers with ``poller`` what wakes the thread up."""
         raise NotImplementedError
 
     def _progress(self) -> bool:

@@ -75,12 +75,7 @@ class ProbeEndpoint:
         connection.add_closed_callback(self._on_closed)
 
     def ask(self, nbytes: int, repeats: int, timeout_seconds: float) -> ProbeResult:
-        """See ``Transport.probe``. Any thread but the owner's; one probe at a time.
-
-        Raises:
-            ValueError: ``nbytes`` or ``repeats`` is not positive.
-            TransportError: refused by the peer, connection lost, or out of time.
-        """
+        """See ``Transport.probe``. Any thread but the owner's; one probe at a time."""
         if nbytes <= 0 or not 0 < repeats <= _MAX_REPEATS:
             raise ValueError(
                 f"nbytes is {nbytes}, repeats is {repeats}; give nbytes > 0 and repeats from 1 "

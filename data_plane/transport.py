@@ -209,8 +209,7 @@ class Transfer(Protocol):
         """Blocks until the transfer is done or skipped.
 
         Raises:
-            TransportError: the transfer failed, or ``timeout_seconds`` passed (TransferTimeout;
-                the transfer itself goes on until its own deadline).
+            TransportError: it failed, or ``timeout_seconds`` passed while it goes on.
         """
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
@@ -280,9 +279,6 @@ class Connection(Protocol):
         """Says that no message with ``tag`` will be put: the peer's offer for it, be it there or
         still to come, ends as SKIPPED, its buffer as it was. On a closed connection nothing
         happens.
-
-        Raises:
-            ValueError: the tag is out of range.
         """
 
     def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
@@ -297,6 +293,9 @@ class Connection(Protocol):
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""
+
+    def show_as(self, name: str) -> None:
+        """Shows the peer under ``name``, a server id or a job's rank, in metrics of the process."""
 
     @property
     def last_heard(self) -> float:
@@ -314,9 +313,6 @@ class Connection(Protocol):
         Args:
             timeout_seconds: how long to wait for it. Where messages travel in order, a transport
                 adds the time that those under way take on the slowest network worth using.
-
-        Raises:
-            ValueError: ``timeout_seconds`` is not positive.
         """
 
 
@@ -377,7 +373,7 @@ class Transport(Protocol):
         """Listens on ``host:port`` (port 0: any free one) and returns the address to connect to.
 
         Raises:
-            TransportError: the port is in use or the host is not an address of this machine.
+            TransportError: the port is in use, or the host is not of this machine.
         """
 
     def connect(
@@ -389,10 +385,7 @@ class Transport(Protocol):
             secret: what this side and the listener know, and nobody else; it is not sent.
 
         Raises:
-            ConnectFailed: nobody listens there or ``timeout_seconds`` passed.
-            HandshakeRejected: the listener refused the hello, or cannot prove that it knows
-                ``secret``.
-            ValueError: ``hello`` is longer than MAX_HELLO_BYTES.
+            ConnectFailed, HandshakeRejected: nobody answers, or the listener refuses.
         """
 
     def probe(

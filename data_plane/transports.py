@@ -56,8 +56,7 @@ def resolve_transport(
         peers: what the servers of the pool use, if it has any.
 
     Raises:
-        ValueError: no such transport.
-        ImportError: ``name`` is ``auto``, and no library fits that is installed.
+        ImportError: no library fits that is installed.
     """
     given = check_transport(name)
     facts = transport_facts()
@@ -89,10 +88,7 @@ def open_transport(
         metrics: counts transfers, failures and probes when given.
 
     Raises:
-        ValueError: no such transport, an option is wrong, or ``data_host`` is on no interface of
-            this machine.
-        ImportError: its library is not installed; says what to install.
-        RuntimeError: the library did not start, or this process has opened the other transport.
+        ValueError, ImportError, RuntimeError: it cannot be opened here.
     """
     choice = resolve_transport(name, one_host=one_host) if isinstance(name, str) else name
     _LOADED.claim(choice.name)

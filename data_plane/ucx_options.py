@@ -93,9 +93,6 @@ class UcxSettings:
     def bound_interface(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """The network interface that UCX is tied to by ``data_host``; None if it may use all, or
         those that the user names in ``NET_DEVICES``.
-
-        Raises:
-            ValueError: ``data_host`` is on no interface of this machine.
         """
         named = "UCX_NET_DEVICES" in {*environ, *(f"UCX_{name}" for name in self._own_options())}
         return None if self.data_host is None or named else interface_of_host(self.data_host)
@@ -104,9 +101,6 @@ class UcxSettings:
         """Returns the options for the UCX context, names without ``UCX_``.
 
         A default is left out where ``environ`` sets the option: UCX reads it from there.
-
-        Raises:
-            ValueError: ``data_host`` is on no interface of this machine.
         """
         defaults = {**self._default_options(), **self._net_devices(environ), **TCP_OPTIONS}
         chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}

@@ -17,6 +17,7 @@ from attention_node.executor import KernelCall
 from attention_node.hello import PROTOCOL_VERSION
 from attention_node.metrics import NodeMetrics
 from attention_node.served_job import StepBusy
+from attention_node.tick_server import Host
 from core_attention.manifest import RankManifest
 from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool
@@ -62,6 +63,33 @@ _PLACEMENTS = {
 _SERVING_CHECK_SECONDS = 1e-3
 _DEVICE_SECONDS = 1.0
 """For a GPU to come to the last wait of a step that its thread has left behind."""
+
+
+class _ServerHost(Host):
+    """The session, as the server in its process calls it."""
+
+    def __init__(self, link: ControlLink, neighbours: Neighbours, server_id: str) -> None:
+        self._link = link
+        self._neighbours = neighbours
+        self._server_id = server_id
+
+    def step_finished(self, busy: StepBusy) -> None:
+        """See ``Host``."""
+        self._link.report(
+            busy.step,
+            jobs_pb2.ServerMeasurement(
+                server_id=self._server_id,
+                forward_busy_seconds=busy.forward_seconds,
+                backward_busy_seconds=busy.backward_seconds,
+                backward_layers=busy.backward_layers,
+            ),
+        )
+
+    def accept_edge_keys(
+        self, rank: int, received_tags: Sequence[int], connection: Connection
+    ) -> Sequence[int]:
+        """See ``Host``."""
+        return self._neighbours.accept(rank, received_tags, connection)
 
 
 class Session:
@@ -122,7 +150,6 @@ class Session:
             self._make_hello,
             lambda: self._link.token,
             self._metrics,
-            self._data_metrics,
         )
         self._examiner = Examiner(options, self._metrics, self._link.report_lost)
         self._liveness = LivenessMonitor(
@@ -130,7 +157,7 @@ class Session:
             ping_timeout_seconds=options.ping_timeout_seconds,
         )
         self._neighbours = Neighbours(
-            options, self._link, self._transport, self._pool, self._liveness, self._name_peer
+            options, self._link, self._transport, self._pool, self._liveness
         )
         self._meetings: HostMeetings | None = None
         self._running: RunningStep | None = None
@@ -168,15 +195,13 @@ class Session:
             options.shape,
             self._device,
             self._pool,
+            _ServerHost(self._link, self._neighbours, server_id),
             standby=options.placement is Placement.POOL,
             profile_dir=options.profile_dir,
             metrics=NodeMetrics(self.metrics_registry, server_id),
             moved_bytes=lambda: self._data_metrics.moved_bytes,
             stalled_seconds=lambda: self._transport.stalled_seconds,
             on_call=self._kernel_called,
-            on_accepted=self._name_peer,
-            on_step_finished=self._report_server,
-            on_edge_keys=self._neighbours.accept,
         )
 
     @classmethod
@@ -537,23 +562,9 @@ class Session:
             epoch=epoch,
         ).SerializeToString()
 
-    def _name_peer(self, connection: Connection, name: str) -> None:
-        self._data_metrics.name_peer(connection.peer, connection.transport, name)
-
     def _kernel_called(self, call: KernelCall) -> None:
         running = self._running
         if running is not None:
             running.record(
                 "in-place server", "kernel", call.begin_seconds, call.end_seconds, str(call.phase)
             )
-
-    def _report_server(self, busy: StepBusy) -> None:
-        self._link.report(
-            busy.step,
-            jobs_pb2.ServerMeasurement(
-                server_id=self._in_place.ticks.server_id,
-                forward_busy_seconds=busy.forward_seconds,
-                backward_busy_seconds=busy.backward_seconds,
-                backward_layers=busy.backward_layers,
-            ),
-        )

@@ -8,13 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 
-from attention_node.machine.events import Peer
-from attention_node.machine.instructions import (
-    ReportCalm,
-    ReportOverload,
-    ReportWait,
-    RetrySoon,
-)
+from attention_node.machine.instructions import Note, ReportWait, RetrySoon
+from attention_node.machine.outline import Peer
 from attention_node.machine.tick_memory import Lane, TickMemory
 from core_attention.tick import Tick
 
@@ -30,6 +25,7 @@ class BackPressure(Generic[Peer]):
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
         self._memory = None if limit_bytes is None else TickMemory(limit_bytes)
         # Since when, for those that have nothing posted for a lane.
         self._waiting: dict[Peer, float | None] = {}
@@ -56,14 +52,15 @@ class BackPressure(Generic[Peer]):
         """Whether ``tick`` may have memory now in ``lane``."""
         return self._memory is None or self._memory.admit(job_id, tick, lane)
 
-    def wait(self, peer: Peer, *, idle: bool, now: float) -> list[ReportOverload]:
+    def wait(self, peer: Peer, *, idle: bool, now: float) -> list[Note]:
         """``peer`` waits for memory; ``idle``: with nothing posted for the lane, so that its rank
         has to wait too."""
         self._waiting[peer] = self._waiting.get(peer) or (now if idle else None)
         if not idle or self._overloaded_since is not None:
             return []
         self._overloaded_since = now
-        return [ReportOverload()]
+        limit = f"limit_bytes={self._limit_bytes}"
+        return [Note(f"overloaded: messages wait at their senders for memory, {limit}", "warning")]
 
     def tick_over(self, job_id: str, tick: Tick, lane: Lane) -> None:
         """A tick needs no memory any more in ``lane``."""
@@ -79,13 +76,13 @@ class BackPressure(Generic[Peer]):
 
     def retry(
         self, live: Iterable[tuple[str, int]], now: float
-    ) -> tuple[list[Peer], list[ReportWait | ReportCalm]]:
+    ) -> tuple[list[Peer], list[ReportWait | Note]]:
         """Takes those who wait, who may wait again; and what there is to report."""
         self._retry_is_due = False
         waiting, self._waiting = self._waiting, {}
         if self._memory is not None:
             self._memory.keep_steps(live)
-        reports: list[ReportWait | ReportCalm] = [
+        reports: list[ReportWait | Note] = [
             ReportWait(now - since) for since in waiting.values() if since is not None
         ]
         if reports:
@@ -93,5 +90,5 @@ class BackPressure(Generic[Peer]):
         since = self._overloaded_since
         if since is not None and now - self._last_waited > CALM_SECONDS:
             self._overloaded_since = None
-            reports.append(ReportCalm(now - since))
+            reports.append(Note(f"no longer overloaded, after {now - since:.0f} s"))
         return list(waiting), reports

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias
 
-from attention_node.machine.events import Peer, Work
+from attention_node.machine.outline import Peer, Work
 from attention_node.machine.tick import TickMachine
 from core_attention.tick import Tick
 
 
 @dataclass(frozen=True, slots=True)
 class PostReceive(Generic[Peer, Work]):
-    """Post the receive of a tick's request, or report ``NoRoom``."""
+    """Post the receive of a tick's request; without memory for it, call ``no_room``."""
 
     peer: Peer
     step: Work
@@ -20,23 +20,8 @@ class PostReceive(Generic[Peer, Work]):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeRows(Generic[Work]):
-    """The answer to rows that arrived: hand them to the tick."""
-
-    step: Work
-    tick: TickMachine
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRows:
-    """The answer to rows that arrived: their tick is over, or given up."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class GiveUpTick(Generic[Work]):
-    """End a tick without results, then report ``TickOver``."""
+    """End a tick without results, then call ``tick_over``."""
 
     step: Work
     tick: TickMachine
@@ -66,14 +51,6 @@ class CloseConnection(Generic[Peer]):
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseRank:
-    """The answer to a rank that connects; without it, the rank is welcome."""
-
-    cause: Literal["unknown-job", "memory", "epoch"]
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReportGone(Generic[Peer]):
     """A connection that counted has ended.
 
@@ -86,13 +63,8 @@ class ReportGone(Generic[Peer]):
 
 
 @dataclass(frozen=True, slots=True)
-class DerivePlan:
-    """The answer to a plan that is new: derive its outline and report ``StepPlanned``."""
-
-
-@dataclass(frozen=True, slots=True)
 class RetrySoon:
-    """Report ``RetryDue`` soon, from a thread that may post receives."""
+    """Call ``retry`` soon, from a thread that may post receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,39 +75,21 @@ class ReportWait:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportOverload:
-    """Ranks begin to wait for memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportCalm:
-    """No rank waits for memory any more, ``seconds`` after the first did."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Note:
     """Say so in the log."""
 
     text: str
-    is_error: bool = False
+    level: Literal["info", "warning", "error"] = "info"
 
 
 Instruction: TypeAlias = (
     PostReceive[Peer, Work]
-    | TakeRows[Work]
-    | RefuseRows
     | GiveUpTick[Work]
     | ReserveMemory[Work]
     | ReportStep[Work]
     | CloseConnection[Peer]
-    | RefuseRank
     | ReportGone[Peer]
-    | DerivePlan
     | RetrySoon
     | ReportWait
-    | ReportOverload
-    | ReportCalm
     | Note
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from attention_node.machine.events import Work
+from attention_node.machine.outline import Work
 from attention_node.machine.step import ServedTicks
 from attention_node.machine.turns import Place
 from core_attention.tick import Tick

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from core_attention.tick import Tick
+
+Peer = TypeVar("Peer")
+"""The handle of a rank's connection. The machine compares handles and gives them back, and never
+looks into them: objects of the server, or numbers and names of a test."""
+
+Work = TypeVar("Work")
+"""The handle of a planned step."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,54 +1,34 @@
-"""A server's jobs, steps, connections, lanes and epochs: what happens, and what is to be done."""
+"""A server's jobs, steps, connections, lanes and epochs: a method for each thing that can happen.
+
+A method takes in what has happened and returns what is to be done. In the order of a step:
+``open_job``, ``wants_plan``, ``step_planned``, ``connect``; for each tick of a rank
+``rows_arrived`` or ``local_rows``, ``reply_begun``, ``reply_ended``, ``answered`` and
+``tick_over``; at any time ``disconnect``, ``recover`` and ``close_job``, and with limited memory
+``no_room``, ``memory_freed`` and ``retry``.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias
+from typing import Generic, Literal, NamedTuple, TypeAlias
 
 from attention_node.machine.back_pressure import BackPressure
-from attention_node.machine.events import (
-    Answered,
-    Event,
-    JobClosed,
-    JobOpened,
-    JobRecovered,
-    LaneSkipped,
-    LocalLaneEnded,
-    LocalRows,
-    MemoryFreed,
-    NoRoom,
-    Peer,
-    PlanCame,
-    RankConnected,
-    RankGone,
-    ReplyBegun,
-    ReplyEnded,
-    RetryDue,
-    RowsArrived,
-    StepPlanned,
-    StepsAbandoned,
-    TickOver,
-    Work,
-)
 from attention_node.machine.instructions import (
     CloseConnection,
-    DerivePlan,
     GiveUpTick,
     Instruction,
     Note,
     PostReceive,
-    RefuseRank,
-    RefuseRows,
     ReportGone,
     ReportStep,
     ReserveMemory,
-    TakeRows,
 )
 from attention_node.machine.lane import ExpectedTick, Lane
-from attention_node.machine.outline import StepOutline
+from attention_node.machine.outline import Peer, StepOutline, Work
 from attention_node.machine.step import ServedTicks
+from attention_node.machine.tick import TickMachine
 from attention_node.machine.tick_memory import Lane as MemoryLane
 from attention_node.machine.tick_memory import MemoryTooSmall
 from attention_node.machine.turns import Turns
@@ -64,6 +44,17 @@ REMEMBERED_PLANS = 4096
 those of unfinished steps only, of which it keeps far fewer."""
 
 Instructions: TypeAlias = list[Instruction[Peer, Work]]
+"""What is to be done, in this order, without holding a lock."""
+
+Answer: TypeAlias = tuple[Work, TickMachine] | str
+"""The step and the tick that take rows; or why the rows are refused."""
+
+
+class RankRefusal(NamedTuple):
+    """Why a rank is not welcome."""
+
+    cause: Literal["unknown-job", "memory", "epoch"]
+    why: str
 
 
 @dataclass(eq=False)
@@ -154,9 +145,13 @@ class ServerMachine(Generic[Peer, Work]):
     Args:
         server_id: the server's name in plans.
         limit_bytes: most memory for messages; None for no limit.
+
+    Attributes:
+        now: seconds on any clock that never goes back; set before a method is called.
     """
 
     def __init__(self, server_id: str, limit_bytes: int | None = None) -> None:
+        self.now = 0.0
         self._server_id = server_id
         self._jobs: dict[str, _Job[Work]] = {}
         self._ranks: dict[Peer, _Rank[Work]] = {}
@@ -189,64 +184,25 @@ class ServerMachine(Generic[Peer, Work]):
         """Whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
         return self._n_leaving > 0 or any(number <= last_step for _, number in self._live_steps())
 
-    def lost_ranks(self, now: float) -> list[tuple[str, int]]:
+    @property
+    def lost_ranks(self) -> list[tuple[str, int]]:
         """Jobs and ranks whose connection was reset of late, and that have made no other."""
-        return [key for key, at in self._lost_ranks.items() if at > now - LOST_RANK_SECONDS]
-
-    def handle(self, event: Event[Peer, Work], now: float) -> Instructions[Peer, Work]:
-        """Takes in what has happened at ``now``, in seconds on any clock that never goes back;
-        returns what is to be done.
-
-        Raises:
-            KeyError: a plan is of a job that is not open.
-        """
-        match event:
-            case RowsArrived():
-                return [self._rows_arrived(event)]
-            case Answered(peer, tick):
-                return self._answered(peer, tick, now)
-            case TickOver():
-                return self._tick_over(event)
-            case ReplyBegun():
-                self._n_leaving += 1
-            case ReplyEnded():
-                self._n_leaving -= 1
-            case MemoryFreed():
-                return [*self._pressure.changed()]
-            case RetryDue():
-                return self._retry(now)
-            case NoRoom(peer, tick):
-                return self._put_off(peer, tick, now)
-            case LocalRows(job_id, epoch, tick):
-                return [self._local_rows(job_id, epoch, tick)]
-            case LaneSkipped():
-                return self._lane_skipped(event, now)
-            case LocalLaneEnded(job_id, epoch, rank, first):
-                ticks = self._live(job_id, first.step)
-                if ticks is not None and ticks.outline.epoch == epoch:
-                    return self._end_lane(job_id, ticks, rank, first)
-            case StepsAbandoned(job_id, rank, first_step):
-                return self._abandoned(job_id, rank, first_step)
-            case PlanCame(job_id, step, epoch):
-                return [DerivePlan()] if self._is_wanted(job_id, step, epoch) else []
-            case StepPlanned(job_id, work, outline):
-                return self._step_planned(job_id, ServedTicks(work, outline), now)
-            case RankConnected():
-                return self._rank_connected(event, now)
-            case RankGone(peer, was_reset):
-                return self._rank_gone(peer, was_reset, now)
-            case JobOpened(job_id, n_nano_batches, order):
-                self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches, order))
-            case JobRecovered(job_id, epoch):
-                job = self._jobs.get(job_id)
-                return self._recover(job, epoch) if job is not None else []
-            case JobClosed(job_id, reason):
-                return self._close_job(job_id, reason)
-        return []
+        return [key for key, at in self._lost_ranks.items() if at > self.now - LOST_RANK_SECONDS]
 
     # Jobs and plans.
 
-    def _close_job(self, job_id: str, reason: str) -> Instructions[Peer, Work]:
+    def open_job(self, job_id: str, n_nano_batches: int, order: TickOrder | None = None) -> None:
+        """Takes in a job that the control plane has announced. Idempotent.
+
+        Args:
+            job_id: the job.
+            n_nano_batches: of each step.
+            order: in which its ranks come to their ticks, if they form pipelines.
+        """
+        self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches, order))
+
+    def close_job(self, job_id: str, reason: str) -> Instructions[Peer, Work]:
+        """Forgets a job. Idempotent."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return []
@@ -261,9 +217,13 @@ class ServerMachine(Generic[Peer, Work]):
             *self._pressure.changed(),
         ]
 
+    def recover(self, job_id: str, epoch: int) -> Instructions[Peer, Work]:
+        """Drops the steps and connections of a job whose epoch is below ``epoch``, and takes in no
+        more of them. Idempotent."""
+        job = self._jobs.get(job_id)
+        return self._recover(job, epoch) if job is not None else []
+
     def _recover(self, job: _Job[Work], epoch: int) -> Instructions[Peer, Work]:
-        """Drops the steps and connections of ``job`` whose epoch is below ``epoch``, and takes in
-        no more of them. Does nothing if it has recovered so far already."""
         if epoch <= job.epoch:
             return []
         job.epoch = epoch
@@ -279,16 +239,18 @@ class ServerMachine(Generic[Peer, Work]):
             *self._pressure.changed(),
         ]
 
-    def _is_wanted(self, job_id: str, step: int, epoch: int) -> bool:
+    def wants_plan(self, job_id: str, step: int, epoch: int) -> bool:
+        """Decides whether the outline of a plan that has come is to be derived."""
         job = self._jobs[job_id]
         before = job.steps.get(step)
         oldest = max(job.epoch, before.outline.epoch if before is not None else 0)
         return epoch >= oldest and job.is_new(step, epoch)
 
-    def _step_planned(
-        self, job_id: str, ticks: ServedTicks[Work], now: float
+    def step_planned(
+        self, job_id: str, step: Work, outline: StepOutline
     ) -> Instructions[Peer, Work]:
-        job, outline = self._jobs.get(job_id), ticks.outline
+        """Takes in the outline of a plan that was wanted."""
+        job, ticks = self._jobs.get(job_id), ServedTicks(step, outline)
         # The job may have been closed, or have recovered, while the outline was derived.
         if job is None or outline.epoch < job.epoch:
             return []
@@ -302,10 +264,10 @@ class ServerMachine(Generic[Peer, Work]):
         except MemoryTooSmall as error:
             return out + self._refuse_step(job, outline, error)
         job.steps[outline.step] = ticks
-        out.append(ReserveMemory(ticks.step))
+        out.append(ReserveMemory(step))
         for peer in self._ranks_of(job):
             self._ranks[peer].extend(ticks)
-            out += self._post(peer, now)
+            out += self._post(peer)
         return out
 
     def _refuse_step(
@@ -314,10 +276,11 @@ class ServerMachine(Generic[Peer, Work]):
         why = f"step {outline.step} cannot be served by {self._server_id}: {error}"
         job.refused[outline.epoch, outline.step] = why
         concerned = [p for p in self._ranks_of(job) if outline.has_rank(self._ranks[p].rank)]
-        return [Note(why, is_error=True), *(CloseConnection(peer, why) for peer in concerned)]
+        return [Note(why, "error"), *(CloseConnection(peer, why) for peer in concerned)]
 
-    def _abandoned(self, job_id: str, rank: int, first_step: int) -> Instructions[Peer, Work]:
-        """Forgets the unfinished steps that ``rank`` takes part in and will not go on with."""
+    def abandon(self, job_id: str, rank: int, first_step: int) -> Instructions[Peer, Work]:
+        """Forgets the unfinished steps before ``first_step`` that ``rank`` takes part in: it does
+        not run them to the end."""
         job = self._jobs.get(job_id)
         if job is None:
             return []
@@ -331,37 +294,42 @@ class ServerMachine(Generic[Peer, Work]):
 
     # Connections.
 
-    def _rank_connected(self, event: RankConnected[Peer], now: float) -> Instructions[Peer, Work]:
-        job = self._jobs.get(event.job_id)
+    def connect(
+        self, job_id: str, peer: Peer, rank: int, first_step: int, epoch: int
+    ) -> Instructions[Peer, Work] | RankRefusal:
+        """Takes in a rank that has proven itself and asks to be served from ``first_step`` on."""
+        job = self._jobs.get(job_id)
         if job is None:
-            return [RefuseRank("unknown-job", f"unknown job {event.job_id!r}")]
+            return RankRefusal("unknown-job", f"unknown job {job_id!r}")
         refused = [
             why
-            for (epoch, step), why in job.refused.items()
-            if epoch >= event.epoch and step >= event.first_step
+            for (of_epoch, step), why in job.refused.items()
+            if of_epoch >= epoch and step >= first_step
         ]
         if refused:
-            return [RefuseRank("memory", refused[0])]
-        if event.epoch < job.epoch:
-            return [
-                RefuseRank(
-                    "epoch",
-                    f"epoch {event.epoch} of job {event.job_id!r} is over; it recovered with "
-                    f"epoch {job.epoch}",
-                )
-            ]
+            return RankRefusal("memory", refused[0])
+        if epoch < job.epoch:
+            return RankRefusal(
+                "epoch",
+                f"epoch {epoch} of job {job_id!r} is over; it recovered with epoch {job.epoch}",
+            )
         # A rank may hear of a recovery before this server does.
-        out = self._recover(job, event.epoch)
+        out = self._recover(job, epoch)
         lanes: list[Lane[Work]] = [Lane() for _ in range(job.n_nano_batches)]
-        rank = _Rank(job, event.rank, event.first_step, event.epoch, lanes)
-        self._ranks[event.peer] = rank
-        self._lost_ranks.pop((event.job_id, event.rank), None)
-        out += self._abandoned(event.job_id, event.rank, event.first_step)
+        connected = self._ranks[peer] = _Rank(job, rank, first_step, epoch, lanes)
+        self._lost_ranks.pop((job_id, rank), None)
+        out += self.abandon(job_id, rank, first_step)
         for number in sorted(job.steps):
-            rank.extend(job.steps[number])
-        return out + self._post(event.peer, now)
+            connected.extend(job.steps[number])
+        return out + self._post(peer)
 
-    def _rank_gone(self, peer: Peer, was_reset: bool, now: float) -> Instructions[Peer, Work]:
+    def disconnect(self, peer: Peer, *, was_reset: bool) -> Instructions[Peer, Work]:
+        """Forgets a connection that has ended; none if it did not count.
+
+        Args:
+            peer: the connection.
+            was_reset: by the operating system of a peer that is no more.
+        """
         gone = self._ranks.pop(peer, None)
         if gone is None:
             return []
@@ -369,7 +337,7 @@ class ServerMachine(Generic[Peer, Work]):
             other.job is gone.job and other.rank == gone.rank for other in self._ranks.values()
         )
         if is_lost:
-            self._lost_ranks[gone.job.job_id, gone.rank] = now
+            self._lost_ranks[gone.job.job_id, gone.rank] = self.now
         return [*self._pressure.changed(), ReportGone(peer, is_lost)]
 
     def _ranks_of(self, job: _Job[Work]) -> list[Peer]:
@@ -383,33 +351,44 @@ class ServerMachine(Generic[Peer, Work]):
 
     # Ticks.
 
-    def _rows_arrived(self, event: RowsArrived[Peer, Work]) -> TakeRows[Work] | RefuseRows:
-        ticks = self._live(event.job_id, event.tick.step, event.step)
+    def rows_arrived(self, job_id: str, peer: Peer, step: Work, tick: Tick) -> Answer[Work]:
+        """Answers the request of a posted receive."""
+        ticks = self._live(job_id, tick.step, step)
         if ticks is not None:
-            return _take(ticks, event.tick)
-        rank = self._ranks.get(event.peer)
-        lane = rank.lanes[event.tick.nano_batch] if rank is not None else None
-        entry = lane.under_way.get(event.tick) if lane is not None else None
+            return _take(ticks, tick)
+        rank = self._ranks.get(peer)
+        lane = rank.lanes[tick.nano_batch] if rank is not None else None
+        entry = lane.under_way.get(tick) if lane is not None else None
         given_up = entry.ticks.given_up if entry is not None else ""
-        return RefuseRows(given_up or f"{event.tick}: the step is over on this server")
+        return given_up or f"{tick}: the step is over on this server"
 
-    def _local_rows(self, job_id: str, epoch: int, tick: Tick) -> TakeRows[Work] | RefuseRows:
+    def local_rows(self, job_id: str, epoch: int, tick: Tick) -> Answer[Work]:
+        """Answers the rank in the server's own process, which hands in its side of a tick."""
         ticks = self._live(job_id, tick.step)
         if ticks is None or ticks.outline.epoch != epoch:
-            return RefuseRows(
+            return (
                 f"{tick}: the step is over on this process's own server, or another rank has "
                 "given it up"
             )
         return _take(ticks, tick)
 
-    def _answered(self, peer: Peer, tick: Tick, now: float) -> Instructions[Peer, Work]:
+    def reply_begun(self) -> None:
+        """Counts a reply that is on its way."""
+        self._n_leaving += 1
+
+    def reply_ended(self) -> None:
+        """Counts a reply that has left, or could not."""
+        self._n_leaving -= 1
+
+    def answered(self, peer: Peer, tick: Tick) -> Instructions[Peer, Work]:
+        """Goes on with a rank that is owed nothing more of a tick: it may send the one behind."""
         rank = self._ranks.get(peer)
         if rank is None:
             return []
         entry = rank.lanes[tick.nano_batch].under_way.pop(tick, None)
         if entry is not None:
             rank.over(entry)
-        return self._memory_over(rank, tick) + self._post(peer, now)
+        return self._memory_over(rank, tick) + self._post(peer)
 
     def _memory_over(self, rank: _Rank[Work], tick: Tick) -> Instructions[Peer, Work]:
         """In pipelines a rank's messages are counted by themselves: other ranks come to the tick
@@ -420,17 +399,30 @@ class ServerMachine(Generic[Peer, Work]):
         self._pressure.tick_over(job.job_id, tick, job.memory_lane(rank.rank, tick))
         return [*self._pressure.changed()]
 
-    def _lane_skipped(self, event: LaneSkipped[Peer, Work], now: float) -> Instructions[Peer, Work]:
-        connected, tick = self._ranks.get(event.peer), event.tick
+    def lane_skipped(
+        self, job_id: str, peer: Peer, rank: int, step: Work, tick: Tick
+    ) -> Instructions[Peer, Work]:
+        """Ends the lane of a posted receive that the rank, which may have left since, has skipped:
+        it sends nothing more of it in the step, for it needs no gradients from that layer down."""
+        connected = self._ranks.get(peer)
         over: Instructions[Peer, Work] = []
         if connected is not None:
-            for entry in connected.lanes[tick.nano_batch].end(event.step):
+            for entry in connected.lanes[tick.nano_batch].end(step):
                 connected.over(entry)
                 over += self._memory_over(connected, entry.tick)
-        ticks = self._live(event.job_id, tick.step, event.step)
+        ticks = self._live(job_id, tick.step, step)
         if ticks is not None:
-            over += self._end_lane(event.job_id, ticks, event.rank, tick)
-        return over + self._post(event.peer, now)
+            over += self._end_lane(job_id, ticks, rank, tick)
+        return over + self._post(peer)
+
+    def local_lane_ended(
+        self, job_id: str, epoch: int, rank: int, first: Tick
+    ) -> Instructions[Peer, Work]:
+        """Does as :meth:`lane_skipped` for the rank in the server's own process."""
+        ticks = self._live(job_id, first.step)
+        if ticks is None or ticks.outline.epoch != epoch:
+            return []
+        return self._end_lane(job_id, ticks, rank, first)
 
     def _end_lane(
         self, job_id: str, ticks: ServedTicks[Work], rank: int, first: Tick
@@ -444,20 +436,28 @@ class ServerMachine(Generic[Peer, Work]):
             *self._if_finished(job_id, ticks),
         ]
 
-    def _tick_over(self, event: TickOver[Work]) -> Instructions[Peer, Work]:
-        """A tick that failed fails the whole step: the ranks that it owed a reply cannot go on, and
-        those that are still to send must be told."""
-        job_id, tick = event.job_id, event.tick
-        ticks = self._live(job_id, tick.step, event.step)
+    def tick_over(
+        self, job_id: str, step: Work, tick: Tick, failure: str
+    ) -> Instructions[Peer, Work]:
+        """Ends a tick whose ranks all have their replies, or that was given up.
+
+        One that failed fails the whole step: the ranks that it owed a reply cannot go on, and those
+        that are still to send must be told.
+
+        Args:
+            job_id, step, tick: which.
+            failure: why it failed; empty if it did not.
+        """
+        ticks = self._live(job_id, tick.step, step)
         if ticks is None:
             # The step's memory went with it; that of the tick's number may be a later plan's.
             return [*self._pressure.changed()]
         ticks.tick_over(tick)
         self._forget_memory(job_id, ticks, tick)
         out: Instructions[Peer, Work] = [*self._pressure.changed()]
-        if event.failure:
+        if failure:
             del self._jobs[job_id].steps[tick.step]
-            return out + _give_up(ticks, f"{tick} failed: {event.failure}")
+            return out + _give_up(ticks, f"{tick} failed: {failure}")
         return out + self._if_finished(job_id, ticks)
 
     def _forget_memory(self, job_id: str, ticks: ServedTicks[Work], tick: Tick) -> None:
@@ -484,7 +484,7 @@ class ServerMachine(Generic[Peer, Work]):
 
     # Receives.
 
-    def _post(self, peer: Peer, now: float) -> Instructions[Peer, Work]:
+    def _post(self, peer: Peer) -> Instructions[Peer, Work]:
         """The receives of all ticks that may come now."""
         rank = self._ranks.get(peer)
         if rank is None:
@@ -495,28 +495,33 @@ class ServerMachine(Generic[Peer, Work]):
             while (entry := lane.next_to_post(last)) is not None:
                 memory_lane = rank.job.memory_lane(rank.rank, entry.tick)
                 if not self._pressure.admit(rank.job.job_id, entry.tick, memory_lane):
-                    out += self._put_off(peer, entry.tick, now)
+                    out += self.no_room(peer, entry.tick)
                     break
                 out.append(PostReceive(peer, entry.ticks.step, entry.tick))
         return out
 
-    def _put_off(self, peer: Peer, tick: Tick, now: float) -> Instructions[Peer, Work]:
-        """The receive of ``tick`` is posted when there is memory for it."""
+    def no_room(self, peer: Peer, tick: Tick) -> Instructions[Peer, Work]:
+        """Puts off the receive of ``tick`` until there is memory for it."""
         rank = self._ranks.get(peer)
         if rank is None:
             return []
         lane = rank.lanes[tick.nano_batch]
         lane.put_back(tick)
-        return [*self._pressure.wait(peer, idle=not lane.under_way, now=now)]
+        return [*self._pressure.wait(peer, idle=not lane.under_way, now=self.now)]
 
-    def _retry(self, now: float) -> Instructions[Peer, Work]:
-        peers, reports = self._pressure.retry(self._live_steps(), now)
-        return [*(each for peer in peers for each in self._post(peer, now)), *reports]
+    def memory_freed(self) -> Instructions[Peer, Work]:
+        """Gives those who wait another chance: memory of messages has come back."""
+        return [*self._pressure.changed()]
+
+    def retry(self) -> Instructions[Peer, Work]:
+        """Posts what waits for memory, soon after ``RetrySoon``."""
+        peers, reports = self._pressure.retry(self._live_steps(), self.now)
+        return [*(each for peer in peers for each in self._post(peer)), *reports]
 
 
-def _take(ticks: ServedTicks[Work], tick: Tick) -> TakeRows[Work] | RefuseRows:
+def _take(ticks: ServedTicks[Work], tick: Tick) -> Answer[Work]:
     taken = ticks.open_tick(tick)
-    return RefuseRows(taken) if isinstance(taken, str) else TakeRows(ticks.step, taken)
+    return taken if isinstance(taken, str) else (ticks.step, taken)
 
 
 def _give_up(ticks: ServedTicks[Work], why: str) -> list[GiveUpTick[Work]]:

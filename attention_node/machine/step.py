@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
-from attention_node.machine.events import Work
-from attention_node.machine.outline import StepOutline, TickOutline
+from attention_node.machine.outline import StepOutline, TickOutline, Work
 from attention_node.machine.tick import TickMachine
 from core_attention.tick import Tick
 

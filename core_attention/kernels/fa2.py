@@ -53,9 +53,7 @@ class Fa2Kernel:
         workspace_keys: see :data:`core_attention.kernels.gpu_launches.DEFAULT_WORKSPACE_KEYS`.
 
     Raises:
-        ImportError: Triton, which PyTorch brings for CUDA, is missing.
-        LauncherError: Triton cannot make its launcher here.
-        ValueError: the device is of another kind, or ``deterministic`` was not made possible.
+        ImportError, LauncherError, ValueError: it cannot run here.
     """
 
     def __init__(
@@ -189,11 +187,7 @@ class Fa2Kernel:
 def check_shape(
     shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
 ) -> None:
-    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``.
-
-    Raises:
-        ValueError: names the field and what is supported.
-    """
+    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
     check_dtype("fa2", shape)
     if rule.softcap:
         raise ValueError(

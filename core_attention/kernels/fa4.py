@@ -92,9 +92,7 @@ class Fa4Kernel:
         workspace_keys: see :data:`core_attention.kernels.gpu_launches.DEFAULT_WORKSPACE_KEYS`.
 
     Raises:
-        ImportError: the package is missing or too old; says what to install.
-        LauncherError: Triton cannot make its launcher here.
-        ValueError: the device is of another kind.
+        ImportError, LauncherError, ValueError: it cannot run here.
     """
 
     def __init__(
@@ -305,11 +303,7 @@ def library_dims(
 def check_shape(
     shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
 ) -> None:
-    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``.
-
-    Raises:
-        ValueError: names the field and what is supported.
-    """
+    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
     check_dtype("fa4", shape)
     dims = (shape.head_dim, shape.head_dim_v)
     most = _HEAD_DIMS[capability[0]]

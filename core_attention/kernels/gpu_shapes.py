@@ -16,11 +16,7 @@ WARM_UP_ROWS = 512
 
 
 def check_device(kernel: str, device: torch.device, majors: Sequence[int]) -> tuple[int, int]:
-    """The compute capability of ``device``.
-
-    Raises:
-        ValueError: it is no CUDA device, or its major version is not one of ``majors``.
-    """
+    """The compute capability of ``device``."""
     if device.type != "cuda":
         raise ValueError(f"device is {str(device)!r}; the {kernel} kernel needs a CUDA device")
     if not torch.cuda.is_available():

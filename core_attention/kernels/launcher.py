@@ -42,8 +42,7 @@ def require_launcher(load: Callable[[], object] = _load) -> None:
         load: makes it.
 
     Raises:
-        ImportError: there is no Triton.
-        LauncherError: it cannot be made, or not be loaded.
+        ImportError, LauncherError: it cannot be made or loaded.
     """
     try:
         load()

@@ -65,9 +65,7 @@ def select_kernel(
     """The kernel called ``name``, or the first of ``kernels`` that can run on ``device``.
 
     Raises:
-        ValueError: ``name`` is unknown, is for another type of device or cannot be made here, or
-            no kernel runs on ``device``; lists what there is.
-        LauncherError: this machine cannot launch kernels of Triton, which all on GPUs need.
+        ValueError, LauncherError: no kernel runs here.
     """
     there = {n: entry for n, entry in kernels.items() if entry.device_type == device.type}
     if name is not None and name not in there:

@@ -93,10 +93,6 @@ class NixlAgent:
     Attributes:
         ports: TCP ports that its UCX has opened; another thread of the process may have opened one
             of them meanwhile.
-
-    Raises:
-        ImportError: the library is not installed.
-        RuntimeError: it did not start.
     """
 
     def __init__(self, settings: NixlSettings) -> None:

@@ -274,11 +274,7 @@ def prepare(connection: socket.socket) -> None:
 
 
 def receive_exactly(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Reads from a blocking socket until ``deadline`` (``time.monotonic()``).
-
-    Raises:
-        OSError: the deadline passed, or the peer ended the link.
-    """
+    """Reads from a blocking socket until ``deadline`` (``time.monotonic()``)."""
     received = bytearray()
     while len(received) < nbytes:
         left = deadline - time.monotonic()

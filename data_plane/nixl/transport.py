@@ -65,11 +65,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     Args:
         settings: devices, UCX options and limits.
         metrics: counts transfers, failures and probes when given.
-
-    Raises:
-        ImportError: nixl is not installed; says what to install.
-        RuntimeError: nixl did not start.
-        ValueError: ``data_host`` is on no interface of this machine.
     """
 
     connection_type = NixlConnection
@@ -104,11 +99,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._worker.submit(lambda: self._worker.memory.tell_ports(self._watch_ports))
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
-        """See ``Transport.listen``; once per transport.
-
-        Raises:
-            TransportError: port in use, ``host`` is not of this machine, or called twice.
-        """
+        """See ``Transport.listen``; once per transport."""
         self._require_open(f"{host}:{port}")
         ip = local_ip(host, port, TRANSPORT_NAME)
         if self._listener is not None:

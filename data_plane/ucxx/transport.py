@@ -53,10 +53,6 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     Args:
         settings: devices, UCX options and limits.
         metrics: counts transfers, failures and probes when given.
-
-    Raises:
-        ValueError: UCX refused an option, or ``data_host`` is on no interface of this machine.
-        RuntimeError: UCX did not start.
     """
 
     connection_type = UcxxConnection
@@ -88,11 +84,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         self._watch_ports()
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
-        """See ``Transport.listen``; once per transport.
-
-        Raises:
-            TransportError: port in use, ``host`` is not of this machine, or called twice.
-        """
+        """See ``Transport.listen``; once per transport."""
         self._require_open(f"{host}:{port}")
         ip = local_ip(host, port, TRANSPORT_NAME)
         result = OwnerResult()

@@ -11,14 +11,12 @@ from attention_node.executor import Executor, KernelCall
 from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
 from attention_node.rehearsal import rehearse
-from attention_node.served_job import StepBusy
-from attention_node.tick_server import EdgeAccept, TickServer
+from attention_node.tick_server import Host, TickServer
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import device_name, load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
-from data_plane.transport import Connection
 from distca.machine_errors import using
 from distca.v1 import membership_pb2
 
@@ -35,15 +33,13 @@ class InPlaceServer:
         shape: of the job's core attention.
         device: of the trainer.
         pool: message buffers.
+        host: the process, as its server calls it.
         standby: it stands by.
         profile_dir: where the cost profile is cached.
         metrics: of the server.
         moved_bytes: sent and received by the process so far.
         stalled_seconds: how long the process's data plane has been held up.
         on_call: called after each kernel call.
-        on_accepted: called with each connection and the name of the rank behind it.
-        on_step_finished: called with each finished step's busy seconds.
-        on_edge_keys: called with each connection of another rank for edge keys.
 
     Attributes:
         profile: its measured kernel cost; None if it stands by.
@@ -57,6 +53,7 @@ class InPlaceServer:
         shape: AttentionShape,
         device: torch.device,
         pool: BufferPool,
+        host: Host,
         *,
         standby: bool = False,
         profile_dir: Path,
@@ -64,9 +61,6 @@ class InPlaceServer:
         moved_bytes: Callable[[], int],
         stalled_seconds: Callable[[], float],
         on_call: Callable[[KernelCall], None],
-        on_accepted: Callable[[Connection, str], None],
-        on_step_finished: Callable[[StepBusy], None],
-        on_edge_keys: EdgeAccept,
     ) -> None:
         kernel = select_kernel(device)
         kernel.check(shape, shape.rule)
@@ -85,24 +79,8 @@ class InPlaceServer:
             self._meter.kernel_called(call)
             on_call(call)
 
-        def step_finished(busy: StepBusy) -> None:
-            metrics.step_finished()
-            on_step_finished(busy)
-
         self._executor = Executor(kernel, device, on_call=kernel_called)
-        self.ticks = TickServer(
-            server_id,
-            self._executor,
-            pool,
-            local_rank=rank,
-            on_step_finished=step_finished,
-            on_exchange=metrics.exchange_ended,
-            on_refused=metrics.session_refused,
-            on_message_refused=metrics.stale_message,
-            on_accepted=on_accepted,
-            on_edge_keys=on_edge_keys,
-        )
-        metrics.watch(self._executor, lambda: self.ticks.open_ticks)
+        self.ticks = TickServer(server_id, self._executor, pool, host, metrics, local_rank=rank)
 
     def load(self) -> membership_pb2.ServerLoad:
         """Its load since the last call; of one thread at a time."""

@@ -137,7 +137,6 @@ class Neighbours:
         transport: connects.
         pool: message buffers.
         liveness: finds ranks that are stopped or cut off while they owe something.
-        on_connected: called with each connection, and the name of the rank behind it.
     """
 
     def __init__(
@@ -147,14 +146,12 @@ class Neighbours:
         transport: Transport,
         pool: BufferPool,
         liveness: LivenessMonitor,
-        on_connected: Callable[[Connection, str], None],
     ) -> None:
         self._options = options
         self._link = link
         self._transport = transport
         self._pool = pool
         self._liveness = liveness
-        self._on_connected = on_connected
         self._device = torch.device(options.device)
         self._deadline_seconds = options.tick_timeout_seconds
         self._changed = threading.Condition()
@@ -362,7 +359,7 @@ class Neighbours:
         connection, answer = self._transport.connect(
             address, hello, _ATTEMPT_SECONDS, secret=self._link.token
         )
-        self._on_connected(connection, server_id)
+        connection.show_as(server_id)
         welcome = data_plane_pb2.Welcome.FromString(answer)
         self._take_up(rank, connection, welcome.received_tags)
 

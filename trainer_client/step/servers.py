@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from random import SystemRandom
 
 from core_attention.plan import Plan, PlanServer
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
     Address,
     ConnectFailed,
@@ -67,7 +66,7 @@ class ServerLinks:
         options: of the session.
         make_hello: makes the first message.
         token: gives the rank's token, which both sides prove to know.
-        metrics, data_metrics: of connections.
+        metrics: of connections.
     """
 
     def __init__(
@@ -77,14 +76,12 @@ class ServerLinks:
         make_hello: MakeHello,
         token: Callable[[], bytes],
         metrics: TrainerMetrics,
-        data_metrics: DataPlaneMetrics,
     ) -> None:
         self._transport = transport
         self._options = options
         self._make_hello = make_hello
         self._token = token
         self._metrics = metrics
-        self._data_metrics = data_metrics
         self._lock = threading.Lock()
         # Held while connecting, so that two threads do not connect to one server at a time.
         self._connecting = threading.Lock()
@@ -176,7 +173,7 @@ class ServerLinks:
                 raise NotWanted(str(error)) from error
             raise
         logger.debug("server %s connected in %.3f s", server.server_id, time.monotonic() - began)
-        self._data_metrics.name_peer(connection.peer, connection.transport, server.server_id)
+        connection.show_as(server.server_id)
         connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
         with self._lock:
             self._connections[server.server_id] = connection

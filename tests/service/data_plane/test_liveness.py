@@ -49,6 +49,9 @@ class FakeConnection:
         self.pings: list[float] = []
         self.ping_timeouts: set[float] = set()
 
+    def show_as(self, name: str) -> None:
+        """There are no metrics."""
+
     def ping(self, timeout_seconds: float) -> None:
         self.ping_timeouts.add(timeout_seconds)
         self.pings.append(time.monotonic())

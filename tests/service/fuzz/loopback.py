@@ -96,6 +96,9 @@ class LoopbackConnection:
         self._callbacks: list[Callable[[TransportError | None], None]] = []
         self._lock = threading.RLock()
 
+    def show_as(self, name: str) -> None:
+        """There are no metrics."""
+
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         with self._lock:
             if tag in self.offers:

@@ -13,7 +13,7 @@ import torch
 from attention_node.executor import Executor
 from attention_node.hello import PROTOCOL_VERSION
 from attention_node.served_job import JobDescription
-from attention_node.tick_server import TickServer
+from attention_node.tick_server import Host, TickServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.manifest import Manifest, RankManifest, Segment
@@ -68,7 +68,7 @@ class Served:
     def __init__(self) -> None:
         self.pool = BufferPool(limit_bytes=64 * 2**20)
         self.executor = Executor(CpuKernel(), torch.device("cpu"))
-        self.server = TickServer(SERVER, self.executor, self.pool)
+        self.server = TickServer(SERVER, self.executor, self.pool, Host())
         self.transport = LoopbackTransport()
         self.address = self.transport.listen("server", 1, self.server.accept)
         self.open_attacked_job()

@@ -7,11 +7,11 @@ queue.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from attention_node.machine import events, instructions
+from attention_node.machine import instructions
 from attention_node.machine.outline import StepOutline
-from attention_node.machine.server import Instructions, ServerMachine
+from attention_node.machine.server import Answer, Instructions, RankRefusal, ServerMachine
 from attention_node.machine.tick import TickMachine
 from core_attention.tick import Tick
 from core_attention.tick_order import TickOrder
@@ -27,6 +27,20 @@ class GiveUp(NamedTuple):
 
     step: Hashable
     tick: TickMachine
+
+
+class Soon(NamedTuple):
+    """A method of the machine that the executor is to call."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class Gone(NamedTuple):
+    """A connection that has ended."""
+
+    peer: Peer
+    was_reset: bool
 
 
 class Part(NamedTuple):
@@ -72,15 +86,14 @@ class ModelServer:
         self.connected: set[Peer] = set()
         self.posted: dict[tuple[Peer, Tick], Hashable] = {}
         self.ready: list[Part] = []
-        self.soon: list[events.Event[Peer, Hashable] | GiveUp] = []
-        self.gone: set[events.RankGone[Peer]] = set()
+        self.soon: list[Soon | GiveUp] = []
+        self.gone: set[Gone] = set()
         self.replies: list[Reply] = []
         self.sources: dict[TickMachine, tuple[Hashable, dict[int, Peer | None]]] = {}
-        self.feed(events.JobOpened(JOB, n_lanes, order))
+        self.machine.open_job(JOB, n_lanes, order)
 
-    def feed(self, event: events.Event[Peer, Hashable]) -> Instructions[Peer, Hashable]:
-        """Hands in an event and carries out what follows; returns the instructions."""
-        due = self.machine.handle(event, 0.0)
+    def carry_out(self, due: Instructions[Peer, Hashable]) -> None:
+        """Does what the machine says."""
         for each in due:
             match each:
                 case instructions.PostReceive(peer, step, tick):
@@ -91,69 +104,77 @@ class ModelServer:
                 case instructions.GiveUpTick(step, tick):
                     self.soon.append(GiveUp(step, tick))
                 case instructions.RetrySoon():
-                    self.soon.append(events.RetryDue())
-        return due
+                    self.soon.append(Soon("retry"))
 
     def connect(self, peer: Peer, first_step: int) -> bool:
         """Whether the rank is welcome; it is connected then."""
         rank, epoch = peer
         self.connected.add(peer)
-        due = self.feed(events.RankConnected(JOB, peer, rank, first_step, epoch))
-        if any(isinstance(each, instructions.RefuseRank) for each in due):
+        due = self.machine.connect(JOB, peer, rank, first_step, epoch)
+        if isinstance(due, RankRefusal):
             self.connected.discard(peer)
             return False
+        self.carry_out(due)
         return True
 
     def close(self, peer: Peer) -> None:
         """The server ends a connection."""
         self._forget(peer)
-        self.feed(events.RankGone(peer, was_reset=False))
+        self.carry_out(self.machine.disconnect(peer, was_reset=False))
 
     def lose(self, peer: Peer, *, was_reset: bool) -> None:
         """A connection ends, of which the machine is still to hear."""
         self._forget(peer)
-        self.gone.add(events.RankGone(peer, was_reset))
+        self.gone.add(Gone(peer, was_reset))
 
-    def hear_of_loss(self, gone: events.RankGone[Peer]) -> None:
+    def hear_of_loss(self, gone: Gone) -> None:
         """The machine hears of a connection that has ended."""
         self.gone.discard(gone)
-        self.feed(gone)
+        self.carry_out(self.machine.disconnect(gone.peer, was_reset=gone.was_reset))
 
     def recover(self, epoch: int) -> None:
         """The control plane begins a recovery."""
-        self.feed(events.JobRecovered(JOB, epoch))
+        self.carry_out(self.machine.recover(JOB, epoch))
 
     def plan(self, handle: Hashable, outline: StepOutline) -> None:
         """A plan comes, perhaps again."""
-        if JOB in self.machine.job_ids and self.feed(
-            events.PlanCame(JOB, outline.step, outline.epoch)
+        if JOB in self.machine.job_ids and self.machine.wants_plan(
+            JOB, outline.step, outline.epoch
         ):
-            self.feed(events.StepPlanned(JOB, handle, outline))
+            self.carry_out(self.machine.step_planned(JOB, handle, outline))
+
+    def end_job(self) -> None:
+        """The control plane closes the job."""
+        self.carry_out(self.machine.close_job(JOB, "finished"))
 
     def rows_arrive(self, peer: Peer, tick: Tick) -> bool:
         """Rows come over a connection; False where no receive is on offer for them."""
         step = self.posted.pop((peer, tick), None)
         if step is None:
             return False
-        (answer,) = self.feed(events.RowsArrived(JOB, peer, step, tick))
-        if isinstance(answer, instructions.TakeRows):
-            self._take(answer, peer[0], peer)
-        else:
+        answer = self.machine.rows_arrived(JOB, peer, step, tick)
+        if isinstance(answer, str):
             self.close(peer)
+        else:
+            self._take(*answer, peer[0], peer)
         return True
 
     def skip(self, peer: Peer, tick: Tick) -> None:
         """A rank sends nothing of a tick's lane any more."""
         step = self.posted.pop((peer, tick))
-        self.soon.append(events.LaneSkipped(JOB, peer, peer[0], step, tick))
+        self.soon.append(Soon("lane_skipped", (JOB, peer, peer[0], step, tick)))
 
     def local_rows_arrive(self, rank: int, epoch: int, tick: Tick) -> bool:
         """Rows of the rank in the server's process; False where they are refused."""
-        (answer,) = self.feed(events.LocalRows(JOB, epoch, tick))
-        if not isinstance(answer, instructions.TakeRows) or rank in answer.tick.arrived:
+        answer: Answer[Hashable] = self.machine.local_rows(JOB, epoch, tick)
+        if isinstance(answer, str) or rank in answer[1].arrived:
             return False
-        self._take(answer, rank, None)
+        self._take(*answer, rank, None)
         return True
+
+    def end_local_lane(self, rank: int, epoch: int, first: Tick) -> None:
+        """The rank in the server's process sends nothing of a lane any more."""
+        self.carry_out(self.machine.local_lane_ended(JOB, epoch, rank, first))
 
     def run_part(self) -> None:
         """The kernel has run the oldest ready part."""
@@ -166,7 +187,7 @@ class ModelServer:
         if isinstance(item, GiveUp):
             self._give_up(item.step, item.tick)
         else:
-            self.feed(item)
+            self.carry_out(getattr(self.machine, item.method)(*item.arguments))
 
     def settle(self) -> None:
         """The executor does all that it can do."""
@@ -180,8 +201,7 @@ class ModelServer:
         self.connected.discard(peer)
         self.posted = {key: step for key, step in self.posted.items() if key[0] != peer}
 
-    def _take(self, taken: instructions.TakeRows[Hashable], rank: int, peer: Peer | None) -> None:
-        step, tick = taken.step, taken.tick
+    def _take(self, step: Hashable, tick: TickMachine, rank: int, peer: Peer | None) -> None:
         if tick.closed or rank in tick.arrived:
             if peer is not None:
                 self.close(peer)
@@ -196,7 +216,7 @@ class ModelServer:
             tick.replied(rank)
             self.replies.append(Reply(rank, step, tick.tick, peer))
             if peer is not None:
-                self.soon.append(events.Answered(peer, tick.tick))
+                self.soon.append(Soon("answered", (peer, tick.tick)))
         if tick.is_complete:
             self._end(step, tick)
 
@@ -214,4 +234,4 @@ class ModelServer:
         self.sources.pop(tick, None)
         self.ready = [part for part in self.ready if part.tick is not tick]
         failure = "" if tick.failure is None else str(tick.failure)
-        self.feed(events.TickOver(JOB, step, tick.tick, failure))
+        self.carry_out(self.machine.tick_over(JOB, step, tick.tick, failure))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from attention_node.machine import events
 from attention_node.machine.outline import StepOutline, TickOutline
 from core_attention.ca_task import Phase
 from core_attention.pipelining import Pipelining
@@ -229,11 +228,10 @@ class ServingModel:
     def _server_hears(self, world: World) -> Move[World]:
         news, rest = world.stream[0], world.stream[1:]
         if news == END:
-            name, event = "the end of the job", events.JobClosed(JOB, "finished")
             return self._changes(
                 world._replace(stream=rest, ranks=tuple(r._replace(news=()) for r in world.ranks)),
-                f"the server hears of {name}",
-                lambda server: server.feed(event),
+                "the server hears of the end of the job",
+                ModelServer.end_job,
             )
         if news < 0:
             return self._changes(
@@ -416,10 +414,13 @@ class ServingModel:
         if not self._may_send(rank, r, tick.nano_batch) or not self._knows(world, rank.epoch):
             return
         if self.setting.frozen and tick.phase is Phase.BACKWARD:
-            event = events.LocalLaneEnded(JOB, rank.epoch, r, tick)
             sent = _with(rank.sent, tick.nano_batch, len(self.lanes[tick.nano_batch]))
             after = world._replace(ranks=_with(world.ranks, r, rank._replace(sent=sent)))
-            yield self._changes(after, f"rank {r} skips {tick}", lambda server: server.feed(event))
+            yield self._changes(
+                after,
+                f"rank {r} skips {tick}",
+                lambda server: server.end_local_lane(r, rank.epoch, tick),
+            )
             return
         yield self._changes(
             self._has_sent(world, r, tick),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from attention_node.machine import server as machine
+from attention_node.machine.outline import StepOutline
 from attention_node.machine.server import ServerMachine
 from attention_node.machine.step import ServedTicks
 from attention_node.machine.tick import TickMachine
@@ -54,7 +55,7 @@ MISTAKES: dict[str, tuple[Serving, Break]] = {
     "a recovery drops nothing": (RECOVERY, breaking(ServerMachine, "_recover", lambda *_: [])),
     "a plan is no sign of a recovery": (
         UNHEARD,
-        lambda patch: patch.setattr(ServerMachine, "_step_planned", _planned_without_recovery),
+        lambda patch: patch.setattr(ServerMachine, "step_planned", _planned_without_recovery),
     ),
     "open ticks are forgotten": (RECOVERY, breaking(machine, "_give_up", lambda *_: [])),
     "a part runs before its rows are here": (
@@ -77,17 +78,17 @@ MISTAKES: dict[str, tuple[Serving, Break]] = {
 
 
 def _planned_without_recovery(
-    self: ServerMachine[Any, Any], job_id: str, ticks: Any, now: float
+    self: ServerMachine[Any, Any], job_id: str, step: Any, outline: StepOutline
 ) -> list[Any]:
     job = self._jobs[job_id]
-    job.epoch, epoch = ticks.outline.epoch, job.epoch
+    job.epoch, epoch = outline.epoch, job.epoch
     try:
-        return _step_planned(self, job_id, ticks, now)
+        return _step_planned(self, job_id, step, outline)
     finally:
         job.epoch = epoch
 
 
-_step_planned = ServerMachine._step_planned
+_step_planned = ServerMachine.step_planned
 
 
 def explored(setting: Serving, max_states: int) -> Exploration:

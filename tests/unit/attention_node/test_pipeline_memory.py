@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention_node.machine import events, instructions
-from attention_node.machine.server import ServerMachine
+from attention_node.machine import instructions
+from attention_node.machine.server import RankRefusal, ServerMachine
 from attention_node.served_job import JobDescription, ServedStep
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.manifest import Manifest, RankManifest
@@ -94,10 +94,10 @@ def most_posted_bytes(name: str, n_microbatches: int) -> int:
     job = step.job
     for rank in range(N_STAGES):
         machine: ServerMachine[int, ServedStep] = ServerMachine("server")
-        machine.handle(events.JobOpened("job", job.n_nano_batches, job.order), 0.0)
-        machine.handle(events.PlanCame("job", 0, 0), 0.0)
-        due = machine.handle(events.StepPlanned("job", step, step.outline), 0.0)
-        due += machine.handle(events.RankConnected("job", rank, rank, 0, 0), 0.0)
+        machine.open_job("job", job.n_nano_batches, job.order)
+        machine.step_planned("job", step, step.outline)
+        due = machine.connect("job", rank, rank, 0, 0)
+        assert not isinstance(due, RankRefusal)
         posted = posted_by(due)
         for ticks in program(job, rank):
             for tick in ticks:
@@ -105,7 +105,7 @@ def most_posted_bytes(name: str, n_microbatches: int) -> int:
                 most = max(most, sum(each.request.nbytes + each.reply.nbytes for each in pairs))
                 assert tick in posted, f"rank {rank} of {name} waits for {tick}"
                 posted.remove(tick)
-                posted |= posted_by(machine.handle(events.Answered(rank, tick), 0.0))
+                posted |= posted_by(machine.answered(rank, tick))
         assert not posted
     return most
 
@@ -150,7 +150,6 @@ def test_limited_memory_is_enough_for_any_number_of_microbatches() -> None:
         for rank in range(N_STAGES)
     )
     machine: ServerMachine[int, ServedStep] = ServerMachine("server", least * ROWS)
-    machine.handle(events.JobOpened("job", job.n_nano_batches, job.order), 0.0)
-    machine.handle(events.PlanCame("job", 0, 0), 0.0)
-    due = machine.handle(events.StepPlanned("job", step, step.outline), 0.0)
+    machine.open_job("job", job.n_nano_batches, job.order)
+    due = machine.step_planned("job", step, step.outline)
     assert due == [instructions.ReserveMemory(step)], "it is not refused"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attention_node.machine import events, instructions
+from attention_node.machine import instructions
 from attention_node.machine.back_pressure import CALM_SECONDS
 from attention_node.machine.outline import StepOutline, TickOutline
-from attention_node.machine.server import LOST_RANK_SECONDS, ServerMachine
+from attention_node.machine.server import LOST_RANK_SECONDS, RankRefusal, ServerMachine
 from core_attention.tick import Tick, ticks_of_lane
 
 TICK_BYTES = 2
@@ -33,16 +33,16 @@ def first_tick(step: int = 0) -> Tick:
 def machine_with(*ranks: str, limit_bytes: int | None = None) -> Machine:
     """A server with a job to which these ranks have connected."""
     machine: Machine = ServerMachine("server", limit_bytes)
-    machine.handle(events.JobOpened("job", 1), 0.0)
+    machine.open_job("job", 1)
     for number, rank in enumerate(ranks):
-        machine.handle(events.RankConnected("job", rank, number, 0, 0), 0.0)
+        machine.connect("job", rank, number, 0, 0)
     return machine
 
 
 def add(machine: Machine, step: int, epoch: int = 0) -> list[object]:
     handle = f"step {step}, epoch {epoch}"
-    assert machine.handle(events.PlanCame("job", step, epoch), 0.0) == [instructions.DerivePlan()]
-    return [*machine.handle(events.StepPlanned("job", handle, outline_of(step, epoch)), 0.0)]
+    assert machine.wants_plan("job", step, epoch)
+    return [*machine.step_planned("job", handle, outline_of(step, epoch))]
 
 
 def test_memory_is_set_aside_before_receives_are_posted() -> None:
@@ -57,31 +57,39 @@ def test_memory_is_set_aside_before_receives_are_posted() -> None:
 def test_a_receive_without_room_is_posted_when_memory_comes_back() -> None:
     machine = machine_with("a", "b", limit_bytes=TICK_BYTES)
     add(machine, 0)
-    without_room = machine.handle(events.NoRoom("a", first_tick()), 1.0)
-    assert without_room == [instructions.ReportOverload()]
-    assert machine.handle(events.NoRoom("b", first_tick()), 2.0) == []
-    assert machine.handle(events.MemoryFreed(), 3.0) == [instructions.RetrySoon()]
-    assert machine.handle(events.MemoryFreed(), 3.0) == [], "one is due"
-    again = machine.handle(events.RetryDue(), 4.0)
+    machine.now = 1.0
+    (overloaded,) = machine.no_room("a", first_tick())
+    assert isinstance(overloaded, instructions.Note)
+    assert overloaded.level == "warning"
+    machine.now = 2.0
+    assert machine.no_room("b", first_tick()) == []
+    assert machine.memory_freed() == [instructions.RetrySoon()]
+    assert machine.memory_freed() == [], "one is due"
+    machine.now = 4.0
+    again = machine.retry()
     posted = [each.peer for each in again if isinstance(each, instructions.PostReceive)]
     waits = [each.seconds for each in again if isinstance(each, instructions.ReportWait)]
     assert (posted, waits) == (["a", "b"], [3.0, 2.0])
-    machine.handle(events.NoRoom("a", first_tick()), 5.0)
-    machine.handle(events.RankGone("a", was_reset=False), 5.0 + CALM_SECONDS)
-    machine.handle(events.RetryDue(), 6.0 + CALM_SECONDS)
-    calm = machine.handle(events.RetryDue(), 7.0 + 2 * CALM_SECONDS)
-    assert calm == [instructions.ReportCalm(6.0 + 2 * CALM_SECONDS)]
+    machine.now = 5.0
+    machine.no_room("a", first_tick())
+    machine.disconnect("a", was_reset=False)
+    machine.now = 6.0 + CALM_SECONDS
+    machine.retry()
+    machine.now = 7.0 + 2 * CALM_SECONDS
+    (calm,) = machine.retry()
+    assert isinstance(calm, instructions.Note)
+    assert calm.level == "info"
 
 
 def test_a_step_that_never_fits_closes_its_ranks_and_refuses_them() -> None:
     machine = machine_with("a", limit_bytes=TICK_BYTES - 1)
     note, closed = add(machine, 0)
     assert isinstance(note, instructions.Note)
-    assert note.is_error
+    assert note.level == "error"
     assert isinstance(closed, instructions.CloseConnection)
     assert "cannot be served by server" in closed.why
-    (refused,) = machine.handle(events.RankConnected("job", "b", 1, 0, 0), 0.0)
-    assert isinstance(refused, instructions.RefuseRank)
+    refused = machine.connect("job", "b", 1, 0, 0)
+    assert isinstance(refused, RankRefusal)
     assert refused.cause == "memory"
     assert machine.idle
 
@@ -89,46 +97,41 @@ def test_a_step_that_never_fits_closes_its_ranks_and_refuses_them() -> None:
 def test_a_late_end_of_a_tick_takes_nothing_from_the_plan_that_replaced_its_own() -> None:
     machine = machine_with("a", limit_bytes=TICK_BYTES)
     add(machine, 0)
-    machine.handle(events.RowsArrived("job", "a", "step 0, epoch 0", first_tick()), 0.0)
+    machine.rows_arrived("job", "a", "step 0, epoch 0", first_tick())
     dropped = add(machine, 0, epoch=1)
     assert [type(each) for each in dropped].count(instructions.GiveUpTick) == 1
-    machine.handle(events.RankConnected("job", "again", 0, 0, 1), 0.0)
-    machine.handle(events.TickOver("job", "step 0, epoch 0", first_tick(), "given up"), 0.0)
+    machine.connect("job", "again", 0, 0, 1)
+    machine.tick_over("job", "step 0, epoch 0", first_tick(), "given up")
     assert machine.is_serving(0)
-    taken = machine.handle(events.RowsArrived("job", "again", "step 0, epoch 1", first_tick()), 0.0)
-    assert isinstance(taken[0], instructions.TakeRows)
+    taken = machine.rows_arrived("job", "again", "step 0, epoch 1", first_tick())
+    assert isinstance(taken, tuple)
 
 
 def test_rows_of_a_plan_that_was_replaced_are_refused() -> None:
     machine = machine_with("a")
     add(machine, 0)
     add(machine, 0, epoch=1)
-    (refused,) = machine.handle(
-        events.RowsArrived("job", "a", "step 0, epoch 0", first_tick()), 0.0
-    )
-    assert isinstance(refused, instructions.RefuseRows)
+    refused = machine.rows_arrived("job", "a", "step 0, epoch 0", first_tick())
+    assert isinstance(refused, str)
 
 
 def test_a_failed_tick_fails_its_step() -> None:
     machine = machine_with("a", "b")
     add(machine, 0)
-    machine.handle(events.RowsArrived("job", "a", "step 0, epoch 0", first_tick()), 0.0)
-    machine.handle(events.TickOver("job", "step 0, epoch 0", first_tick(), "no memory"), 0.0)
+    machine.rows_arrived("job", "a", "step 0, epoch 0", first_tick())
+    machine.tick_over("job", "step 0, epoch 0", first_tick(), "no memory")
     assert machine.idle
-    (refused,) = machine.handle(
-        events.RowsArrived("job", "b", "step 0, epoch 0", first_tick()), 0.0
-    )
-    assert isinstance(refused, instructions.RefuseRows)
-    assert refused.why.endswith("failed: no memory")
+    refused = machine.rows_arrived("job", "b", "step 0, epoch 0", first_tick())
+    assert isinstance(refused, str)
+    assert refused.endswith("failed: no memory")
 
 
 def test_a_lane_that_a_rank_has_skipped_is_over_though_the_rank_has_left() -> None:
     machine = machine_with("a", "b")
     add(machine, 0)
     for number, rank in enumerate(("a", "b")):
-        machine.handle(events.RankGone(rank, was_reset=False), 0.0)
-        skipped = events.LaneSkipped("job", rank, number, "step 0, epoch 0", first_tick())
-        reported = machine.handle(skipped, 0.0)
+        machine.disconnect(rank, was_reset=False)
+        reported = machine.lane_skipped("job", rank, number, "step 0, epoch 0", first_tick())
     assert reported == [instructions.ReportStep("step 0, epoch 0")]
     assert machine.idle
 
@@ -136,25 +139,27 @@ def test_a_lane_that_a_rank_has_skipped_is_over_though_the_rank_has_left() -> No
 @pytest.mark.parametrize("was_reset", [True, False])
 def test_only_a_reset_of_the_last_connection_loses_a_rank(was_reset: bool) -> None:
     machine = machine_with("a", "b")
-    machine.handle(events.RankConnected("job", "a again", 0, 0, 0), 0.0)
-    first = machine.handle(events.RankGone("a", was_reset), 1.0)
+    machine.connect("job", "a again", 0, 0, 0)
+    first = machine.disconnect("a", was_reset=was_reset)
     assert first == [instructions.ReportGone("a", is_lost=False)]
-    last = machine.handle(events.RankGone("a again", was_reset), 2.0)
+    machine.now = 2.0
+    last = machine.disconnect("a again", was_reset=was_reset)
     assert last == [instructions.ReportGone("a again", is_lost=was_reset)]
-    assert machine.lost_ranks(3.0) == ([("job", 0)] if was_reset else [])
-    assert machine.lost_ranks(2.0 + LOST_RANK_SECONDS) == []
-    assert machine.handle(events.RankGone("a again", was_reset), 4.0) == []
+    assert machine.lost_ranks == ([("job", 0)] if was_reset else [])
+    machine.now = 2.0 + LOST_RANK_SECONDS
+    assert machine.lost_ranks == []
+    assert machine.disconnect("a again", was_reset=was_reset) == []
 
 
 def test_a_server_with_a_reply_on_its_way_is_not_idle() -> None:
     machine = machine_with("a")
-    machine.handle(events.ReplyBegun(), 0.0)
+    machine.reply_begun()
     assert not machine.idle
     assert machine.is_serving(0)
-    machine.handle(events.ReplyEnded(), 0.0)
+    machine.reply_ended()
     assert machine.idle
 
 
 def test_a_plan_of_an_unknown_job_is_an_error() -> None:
     with pytest.raises(KeyError):
-        machine_with().handle(events.PlanCame("another", 0, 0), 0.0)
+        machine_with().wants_plan("another", 0, 0)

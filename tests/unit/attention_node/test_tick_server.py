@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from attention_node.executor import Executor
 from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
+from attention_node.metrics import NodeMetrics
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import JobDescription, StepBusy
-from attention_node.tick_server import TickServer
+from attention_node.tick_server import Host, TickServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import ForwardPart
@@ -142,6 +144,9 @@ class FakeConnection:
         for callback in self.callbacks:
             callback(error)
 
+    def show_as(self, name: str) -> None:
+        self.name = name
+
     def ping(self, timeout_seconds: float) -> None:
         raise AssertionError("trainers ask servers, not the other way round")
 
@@ -163,27 +168,24 @@ class FailingKernel(CpuKernel):
         raise MemoryError("no memory for the scores")
 
 
-class Harness:
+class Harness(Host):
     """A server, its pool and its ranks."""
 
     def __init__(self, kernel: CpuKernel, limit_bytes: int | None = None) -> None:
         self.finished: list[StepBusy] = []
         self.lost: list[tuple[str, int]] = []
+        self.registry = CollectorRegistry()
         self.pool = BufferPool(limit_bytes=limit_bytes)
         self.executor = Executor(kernel, torch.device("cpu"))
-        self.waited_seconds = 0.0
-        self.server = TickServer(
-            "server-0",
-            self.executor,
-            self.pool,
-            on_step_finished=self.finished.append,
-            on_waited=self.waited,
-            on_rank_lost=lambda job_id, rank: self.lost.append((job_id, rank)),
-        )
+        metrics = NodeMetrics(self.registry, "server-0")
+        self.server = TickServer("server-0", self.executor, self.pool, self, metrics)
         self.server.open_job(JOB)
 
-    def waited(self, seconds: float) -> None:
-        self.waited_seconds += seconds
+    def step_finished(self, busy: StepBusy) -> None:
+        self.finished.append(busy)
+
+    def rank_lost(self, job_id: str, rank: int) -> None:
+        self.lost.append((job_id, rank))
 
     def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> FakeConnection:
         connection = FakeConnection()
@@ -463,7 +465,8 @@ def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() 
             wait_for(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
             connection.arrive(tick)
     wait_for(lambda: len(harness.finished) == 1)
-    assert harness.waited_seconds > 0.05
+    waited = "distca_attention_node_memory_wait_seconds_total"
+    assert (harness.registry.get_sample_value(waited, {"server": "server-0"}) or 0.0) > 0.05
     wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
     harness.executor.close()
 
@@ -508,7 +511,7 @@ def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> 
 
 def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
     executor = Executor(CpuKernel(), torch.device("cpu"))
-    server = TickServer("server-0", executor, BufferPool(), local_rank=0)
+    server = TickServer("server-0", executor, BufferPool(), Host(), local_rank=0)
     server.open_job(JOB)
     with pytest.raises(TickGivenUp, match="step 0 layer 0"):
         server.submit_local(JOB.job_id, 0, ticks_of(0)[0], {}, {})

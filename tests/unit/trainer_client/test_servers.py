@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRejected
 from distca.v1 import data_plane_pb2
 from tests.service.fuzz.loopback import LoopbackConnection
@@ -72,7 +71,6 @@ def links(transport: Any) -> ServerLinks:
         lambda server, first_step, epoch: b"hello",
         lambda: b"token",
         TrainerMetrics(registry, "job", 0),
-        DataPlaneMetrics(CollectorRegistry()),
     )
 
 
