@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from data_plane.greeting import Greeting
 from data_plane.owner_thread import OwnerThread
 from data_plane.pings import Pings
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer, TransferKind
-from data_plane.proof import derived_key
+from data_plane.proof import ConnectionKeys, derived_key
 from data_plane.transport import (
     MAX_TAG,
     MessageSizeMismatch,
     PeerClosed,
     PeerLost,
-    Transfer,
     TransferState,
     TransferTimeout,
     TransportClosed,
@@ -39,6 +39,10 @@ MAX_CLOSE_NOTICE_BYTES: Final = 1024
 
 Place = tuple[int, int]
 """(channel, tag): where an offer waits for its message."""
+
+
+def nothing() -> None:
+    pass
 
 
 class BaseConnection:
@@ -118,25 +122,44 @@ class BaseConnection:
         """Whether the handshake is over. Owner thread."""
         return bool(self._sending_key)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
-        """The handshake is over, and gave these keys. Owner thread."""
-        self._leaves_host = leaves_host
-        self._sending_key = derived_key(sending_key, "checksums")
-        self._receiving_key = derived_key(receiving_key, "checksums")
+    def begin(self, keys: ConnectionKeys, *, listening: bool) -> None:
+        """Ends the handshake, which gave these keys. Owner thread."""
+        sending, receiving = keys.to_server, keys.to_client
+        if listening:
+            sending, receiving = receiving, sending
+        self._leaves_host = keys.leaves_host
+        self._sending_key = derived_key(sending, "checksums")
+        self._receiving_key = derived_key(receiving, "checksums")
+        self._start(sending, receiving)
+
+    def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
+        """Sends a word of the handshake; a failure to do so fails the connection. Owner thread."""
+        raise NotImplementedError
+
+    def receive_greeting(
+        self, on_greeting: Callable[[Greeting], None], on_bad: Callable[[ValueError], None]
+    ) -> None:
+        """Receives the peer's next word and calls one of the two, or neither when the connection
+        ends first. Owner thread."""
+        raise NotImplementedError
+
+    def lanes(self) -> tuple[str, ...]:
+        """The network paths in use, if the library names them. Owner thread."""
+        return ()
+
+    def _start(self, sending: bytes, receiving: bytes) -> None:
+        """Derives from the keys of both directions what shows whose a message is. Owner thread."""
+        raise NotImplementedError
 
     @property
     def moving_bytes(self) -> int:
         """Of messages that the network moves now, in either direction. Owner thread."""
         raise NotImplementedError
 
-    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
-        """See ``Connection.offer``. On a closed connection the transfer has failed already."""
-        return self.offer_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds)
-
-    def offer_on_channel(
-        self, channel: int, tag: int, buffer: PooledBuffer, deadline_seconds: float
+    def offer(
+        self, tag: int, buffer: PooledBuffer, deadline_seconds: float, channel: int = DATA_CHANNEL
     ) -> PostedTransfer:
-        """``offer`` on the data or control channel."""
+        """See ``Connection.offer``. On a closed connection the transfer has failed already."""
         place = (channel, tag)
         with self._lock:
             if place in self._offers:
@@ -157,19 +180,9 @@ class BaseConnection:
         buffer: PooledBuffer,
         deadline_seconds: float,
         ready: Callable[[], bool] | None = None,
-    ) -> Transfer:
-        """See ``Connection.put``. On a closed connection the transfer has failed already."""
-        return self.put_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds, ready)
-
-    def put_on_channel(
-        self,
-        channel: int,
-        tag: int,
-        buffer: PooledBuffer,
-        deadline_seconds: float,
-        ready: Callable[[], bool] | None = None,
+        channel: int = DATA_CHANNEL,
     ) -> PostedTransfer:
-        """``put`` on the data or control channel."""
+        """See ``Connection.put``. On a closed connection the transfer has failed already."""
         transfer = self._new_transfer("put", tag, buffer, deadline_seconds, channel)
         if self._error is not None:
             self._fail_put(transfer, ready)

@@ -125,10 +125,6 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         if not self._worker.stop(min(timeout_seconds, self.longest_stop_seconds)):
             logger.error("the %s owner thread did not end within %s s", self.name, timeout_seconds)
 
-    def _new_probe(self, connection: ConnectionT) -> ProbeEndpoint:
-        """Returns the probe that takes over the connection's control channel."""
-        return ProbeEndpoint(connection, self._probe_pool, self._max_probe_bytes)
-
     def _on_refused(self, cause: HandshakeFailure) -> None:
         if self._metrics is not None:
             self._metrics.handshake_refused(self.name, cause)
@@ -145,7 +141,9 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def _keep(self, connection: ConnectionT) -> None:
         """Enters a new connection into the books, until it is closed."""
         self._connections[connection.local_id] = connection
-        self._probes[connection.local_id] = self._new_probe(connection)
+        self._probes[connection.local_id] = ProbeEndpoint(
+            connection, self._probe_pool, self._max_probe_bytes
+        )
         if self._metrics is not None:
             self._metrics.connection_opened(connection.peer, self.name)
         connection.add_closed_callback(lambda error: self._forget(connection))

@@ -9,9 +9,10 @@ from typing import Final
 
 from data_plane.base_connection import BaseConnection
 from data_plane.half_open import HalfOpen
-from data_plane.handshake import HandshakeFailure, Verdict
+from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
 from data_plane.owner_thread import OwnerThread
-from data_plane.transport import TransportError
+from data_plane.proof import Ends
+from data_plane.transport import AcceptCallback, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Newcomers:
         owner: runs what is due later.
         limit: clients that may be about to say hello, or about to read that they are refused.
         timeout_seconds: how long a client may take to say hello.
-        on_refused: told of each client that is not taken in.
+        on_refused: called for each client that is not taken in.
     """
 
     def __init__(
@@ -42,13 +43,45 @@ class Newcomers:
         self._on_refused = on_refused
         self._half_open: HalfOpen[BaseConnection] = HalfOpen(limit)
 
-    def enter(self, connection: BaseConnection, host: str) -> Callable[[], None]:
-        """A client has come; returns what to call once there is a verdict on it.
+    def challenge(
+        self,
+        connection: BaseConnection,
+        host: str,
+        ends: Ends,
+        accept: AcceptCallback,
+        on_proven: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends a client that has come the challenge, and judges it by its answer.
 
         Args:
             connection: the client's; closed if it says nothing in time, or is one too many.
             host: where it comes from.
+            ends: both addresses, as this side sees them.
+            accept: judges what it claims.
+            on_proven: called before the answer to a client that is taken in.
         """
+        judged = self._enter(connection, host)
+        handshake = ListenerHandshake(ends)
+
+        def conclude(verdict: Verdict) -> None:
+            judged()
+            if verdict.keys is not None:
+                on_proven()
+                self._half_open.leave(connection)
+                logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
+                connection.begin(verdict.keys, listening=True)
+            else:
+                self._refuse(connection, verdict)
+            connection.send_greeting(verdict.greeting)
+
+        connection.send_greeting(handshake.challenge)
+        connection.receive_greeting(
+            lambda greeting: conclude(handshake.judge(accept, greeting, connection)),
+            lambda bad: conclude(refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")),
+        )
+
+    def _enter(self, connection: BaseConnection, host: str) -> Callable[[], None]:
+        """Counts a client that has come; returns what to call once there is a verdict on it."""
         seconds = self._timeout_seconds
         failure: HandshakeFailure | None = HandshakeFailure.LOST
 
@@ -79,12 +112,7 @@ class Newcomers:
         self._half_open.enter(connection, host, put_out)
         return judged
 
-    def take_in(self, connection: BaseConnection) -> None:
-        """The client is a newcomer no more."""
-        self._half_open.leave(connection)
-        logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
-
-    def refuse(self, connection: BaseConnection, verdict: Verdict) -> None:
+    def _refuse(self, connection: BaseConnection, verdict: Verdict) -> None:
         """Closes the connection of a refused client, when it has had the time to read why."""
         assert verdict.failure is not None
         self._on_refused(verdict.failure)

@@ -51,7 +51,7 @@ class Operation(IntEnum):
 
 
 class ProbeEndpoint:
-    """Both sides of the probe of one connection. A subclass may say which network paths are in use.
+    """Both sides of the probe of one connection.
 
     Args:
         connection: whose probe this is; takes over its control channel.
@@ -129,11 +129,11 @@ class ProbeEndpoint:
                 if len(pending) == _WINDOW:
                     pending.popleft().wait(self._seconds_left(deadline))
                 pending.append(
-                    self._connection.put_on_channel(
-                        CONTROL_CHANNEL,
+                    self._connection.put(
                         self._sent,
                         buffer,
                         self._seconds_left(deadline),
+                        channel=CONTROL_CHANNEL,
                     )
                 )
                 self._sent += 1
@@ -145,8 +145,14 @@ class ProbeEndpoint:
             buffer.release()
 
     def _lanes(self, deadline: float) -> tuple[str, ...]:
-        """The network paths in use, if the library tells."""
-        return ()
+        """The network paths in use, if the library names them."""
+        connection = self._connection
+        answer: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
+        connection.worker.submit(lambda: answer.put(connection.lanes()))
+        try:
+            return answer.get(timeout=self._seconds_left(deadline))
+        except queue.Empty:
+            raise self._timeout("asking for its lanes") from None
 
     def _send_control(self, operation: Operation, payload: bytes) -> None:
         connection = self._connection
@@ -231,8 +237,8 @@ class ProbeEndpoint:
 
     def _offer_next(self, buffer: PooledBuffer) -> None:
         tag, self._next_tag = self._next_tag, self._next_tag + 1
-        transfer = self._connection.offer_on_channel(
-            CONTROL_CHANNEL, tag, buffer, RESPONDER_TIMEOUT_SECONDS
+        transfer = self._connection.offer(
+            tag, buffer, RESPONDER_TIMEOUT_SECONDS, channel=CONTROL_CHANNEL
         )
         transfer.add_done_callback(lambda ended: self._on_ended(ended, buffer))
 

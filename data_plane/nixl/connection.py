@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from data_plane.base_connection import BaseConnection, Place
+from data_plane.base_connection import BaseConnection, Place, nothing
+from data_plane.greeting import Greeting
 from data_plane.metrics import DropCause
 from data_plane.nixl.agent import HOST, Region
 from data_plane.nixl.link import BadFrame, FrameKind, NixlLink, UnprovenFrame
@@ -101,7 +102,7 @@ class NixlConnection(BaseConnection):
             slowest_bytes_per_second=slowest_bytes_per_second,
             metrics=metrics,
         )
-        self.on_bad_greeting: Callable[[ValueError], None] | None = None
+        self._on_bad_greeting: Callable[[ValueError], None] | None = None
         self._max_unclaimed_offers = max_unclaimed_offers
         self._advertised: dict[Place, _Advertised] = {}
         self._sent_regions: dict[Region, int] = {}
@@ -114,9 +115,17 @@ class NixlConnection(BaseConnection):
         self._peer_ended = False
         self.link = NixlLink(worker, connection, self._on_frame, self._on_bad, self._on_link_ended)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
-        super().begin(sending_key=sending_key, receiving_key=receiving_key, leaves_host=leaves_host)
-        self.link.begin(sending_key=sending_key, receiving_key=receiving_key)
+    def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
+        self.link.send_raw(greeting.encode())
+
+    def receive_greeting(
+        self, on_greeting: Callable[[Greeting], None], on_bad: Callable[[ValueError], None]
+    ) -> None:
+        self._on_bad_greeting = on_bad
+        self.link.start(on_greeting)
+
+    def _start(self, sending: bytes, receiving: bytes) -> None:
+        self.link.begin(sending, receiving)
 
     @property
     def moving_bytes(self) -> int:
@@ -328,8 +337,8 @@ class NixlConnection(BaseConnection):
             self.on_control(operation, payload)
 
     def _on_bad(self, bad: ValueError) -> None:
-        if self.on_bad_greeting is not None and not self.greeted:
-            self.on_bad_greeting(bad)
+        if self._on_bad_greeting is not None and not self.greeted:
+            self._on_bad_greeting(bad)
         else:
             if isinstance(bad, UnprovenFrame) and self._metrics is not None:
                 self._metrics.message_dropped(self.transport_name, DropCause.UNPROVEN)

@@ -100,10 +100,10 @@ class NixlLink:
         if self._socket is not None:
             self._worker.watch(self._socket, select.EPOLLIN, self._on_events)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
-        """The handshake is over: from now on frames travel, and prove whose they are."""
-        self._sending = FrameMac(sending_key)
-        self._receiving = FrameMac(receiving_key)
+    def begin(self, sending: bytes, receiving: bytes) -> None:
+        """Lets frames travel, which prove by the keys of both directions whose they are."""
+        self._sending = FrameMac(sending)
+        self._receiving = FrameMac(receiving)
 
     @property
     def finished(self) -> bool:

@@ -22,13 +22,7 @@ from data_plane.base_transport import (
 )
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
 from data_plane.half_open import half_open_limit
-from data_plane.handshake import (
-    ClientHandshake,
-    HandshakeFailure,
-    ListenerHandshake,
-    Verdict,
-    refusal,
-)
+from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.interfaces import ipv4_of, own_addresses
 from data_plane.listening_address import accept_only_from
 from data_plane.newcomers import Newcomers
@@ -217,11 +211,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     ) -> None:
         self._admit(ip)
         connection = self._open_connection(link, next(self._ids), peer)
-        connection.begin(
-            sending_key=keys.to_server,
-            receiving_key=keys.to_client,
-            leaves_host=keys.leaves_host,
-        )
+        connection.begin(keys, listening=False)
         connection.link.start()
         if not result.set(connection):
             connection.close("nobody waits for this connection any more")
@@ -261,45 +251,9 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     def _take_in(self, link: socket.socket, peer: tuple[str, int], accept: AcceptCallback) -> None:
         connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
         ends = _ends(client=peer, server=link.getsockname())
-        self._challenge(connection, ListenerHandshake(ends), accept, host=peer[0])
-
-    def _challenge(
-        self,
-        connection: NixlConnection,
-        handshake: ListenerHandshake,
-        accept: AcceptCallback,
-        *,
-        host: str,
-    ) -> None:
-        """Sends the challenge, and judges the client by its answer to it."""
-        judged = self._newcomers.enter(connection, host)
-
-        def conclude(verdict: Verdict) -> None:
-            judged()
-            if verdict.keys is not None:
-                self._admit(host)
-            self._conclude(connection, verdict)
-
-        connection.on_bad_greeting = lambda bad: conclude(
-            refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")
+        self._newcomers.challenge(
+            connection, peer[0], ends, accept, on_proven=lambda: self._admit(peer[0])
         )
-        connection.link.send_raw(handshake.challenge.encode())
-        connection.link.start(
-            lambda greeting: conclude(handshake.judge(accept, greeting, connection))
-        )
-
-    def _conclude(self, connection: NixlConnection, verdict: Verdict) -> None:
-        connection.link.send_raw(verdict.greeting.encode())
-        if verdict.keys is not None:
-            keys = verdict.keys
-            self._newcomers.take_in(connection)
-            connection.begin(
-                sending_key=keys.to_client,
-                receiving_key=keys.to_server,
-                leaves_host=keys.leaves_host,
-            )
-        else:
-            self._newcomers.refuse(connection, verdict)
 
     def _open_connection(self, link: socket.socket, local_id: int, peer: str) -> NixlConnection:
         connection = NixlConnection(

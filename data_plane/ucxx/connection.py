@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
-from data_plane.base_connection import MAX_CLOSE_NOTICE_BYTES, BaseConnection
+from data_plane.base_connection import MAX_CLOSE_NOTICE_BYTES, BaseConnection, nothing
+from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
-from data_plane.proof import same
+from data_plane.proof import Ends, same
 from data_plane.transport import (
+    Address,
     NetworkRestarted,
     PeerClosed,
     PeerLost,
@@ -70,8 +73,6 @@ class UcxxConnection(BaseConnection):
         endpoint: UCX's, connected.
         arrivals: of the worker.
         worker, local_id, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
-
-    Attributes:
     """
 
     transport_name: ClassVar[str] = TRANSPORT_NAME
@@ -107,10 +108,63 @@ class UcxxConnection(BaseConnection):
         self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
-        super().begin(sending_key=sending_key, receiving_key=receiving_key, leaves_host=leaves_host)
-        self._outgoing = WireTags(sending_key)
-        self._incoming = WireTags(receiving_key)
+    def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
+        memory = np.frombuffer(greeting.encode(), dtype=np.uint8)
+        self._stream("stream_send", memory, on_sent)
+
+    def receive_greeting(
+        self, on_greeting: Callable[[Greeting], None], on_bad: Callable[[ValueError], None]
+    ) -> None:
+        head = np.zeros(HEADER_BYTES, dtype=np.uint8)
+
+        def on_head() -> None:
+            try:
+                header = decode_header(head.tobytes())
+            except BadGreeting as bad:
+                on_bad(bad)
+                return
+            body = np.zeros(header.body_bytes, dtype=np.uint8)
+            if header.body_bytes == 0:
+                on_greeting(header.with_body(b""))
+            else:
+                self._stream(
+                    "stream_recv", body, lambda: on_greeting(header.with_body(body.tobytes()))
+                )
+
+        self._stream("stream_recv", head, on_head)
+
+    def _stream(
+        self,
+        operation: str,
+        memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
+        on_done: Callable[[], None],
+    ) -> None:
+        """Sends or receives over UCX's stream API, which belongs to one endpoint: UCX matches tags
+        per worker, and before there are keys nothing tells two new clients apart."""
+        if self.endpoint is None:
+            return
+        try:
+            request = getattr(self.endpoint, operation)(Array(memory))
+        except UCX_ERRORS as error:
+            # The endpoint's close callback ends the connection.
+            logger.debug("%s with %s: %s", operation, self._peer, error)
+            return
+
+        def on_complete(error: Exception | None) -> None:
+            if not self.closed and error is None:
+                on_done()
+
+        self.worker.track(request, memory, on_complete)
+
+    def ends(self, *, listening: bool) -> Ends:
+        """Both ends of the connection, as this side sees them. Owner thread."""
+        info = query_endpoint(self.endpoint.handle)
+        client, server = (info.remote, info.local) if listening else (info.local, info.remote)
+        return Ends(client=_name(client), server=_name(server))
+
+    def _start(self, sending: bytes, receiving: bytes) -> None:
+        self._outgoing = WireTags(sending)
+        self._incoming = WireTags(receiving)
         self._expect_news()
 
     @property
@@ -407,3 +461,7 @@ class UcxxConnection(BaseConnection):
                 transfer.nbytes,
             )
             self._end(transfer, transfer.failure or self._later_error(), release_buffer=False)
+
+
+def _name(socket_address: tuple[str, int]) -> str:
+    return str(Address(*socket_address)) if socket_address[0] else ""

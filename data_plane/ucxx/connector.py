@@ -13,8 +13,6 @@ from data_plane.handshake import ClientHandshake
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import Address, HandshakeRejected, NetworkRestarted, TransportError
 from data_plane.ucxx.connection import TRANSPORT_NAME, UcxxConnection
-from data_plane.ucxx.endpoint_query import query_endpoint
-from data_plane.ucxx.greeting import ends_of, receive_greeting, send_greeting
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
 
@@ -56,25 +54,22 @@ class UcxxConnector:
             self._give_up(connection, f"the connection ended: {error}")
 
         def on_challenge(challenge: Greeting) -> None:
-            ends = ends_of(query_endpoint(connection.endpoint.handle), listening=False)
             try:
-                hello = handshake.answer(challenge, ends)
+                hello = handshake.answer(challenge, connection.ends(listening=False))
             except BadGreeting as bad:
                 on_bad(bad)
                 return
-            send_greeting(
-                connection, hello, on_sent=lambda: receive_greeting(connection, on_answer, on_bad)
-            )
+            connection.send_greeting(hello, lambda: connection.receive_greeting(on_answer, on_bad))
 
         def on_answer(answer: Greeting) -> None:
             timer.cancel()
             self._take_answer(connection, handshake, answer)
 
-        def on_bad(bad: BadGreeting) -> None:
+        def on_bad(bad: ValueError) -> None:
             self._give_up(connection, f"the listener's answer {bad}")
 
         connection.add_closed_callback(on_closed)
-        receive_greeting(connection, on_challenge, on_bad)
+        connection.receive_greeting(on_challenge, on_bad)
 
     def _take_answer(
         self, connection: UcxxConnection, handshake: ClientHandshake, greeting: Greeting
@@ -90,11 +85,7 @@ class UcxxConnector:
             self._result.set(error)
             connection.close(error.reason)
             return
-        connection.begin(
-            sending_key=keys.to_server,
-            receiving_key=keys.to_client,
-            leaves_host=keys.leaves_host,
-        )
+        connection.begin(keys, listening=False)
         if not self._result.set((connection, answer)):
             connection.close("nobody waits for this connection any more")
 

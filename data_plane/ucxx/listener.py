@@ -9,16 +9,14 @@ from typing import Any, Final
 
 from ucxx._lib import libucxx
 
-from data_plane.greeting import BadGreeting, Greeting
-from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
+from data_plane.handshake import HandshakeFailure
 from data_plane.interfaces import ANY_ADDRESS
 from data_plane.listening_address import accept_only_at
 from data_plane.newcomers import Newcomers
 from data_plane.process_sockets import Accepted
-from data_plane.transport import AcceptCallback, TransportError
+from data_plane.transport import AcceptCallback, Address, TransportError
 from data_plane.ucxx.connection import UcxxConnection
 from data_plane.ucxx.endpoint_query import query_endpoint
-from data_plane.ucxx.greeting import ends_of, receive_greeting, send_greeting
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
 logger = logging.getLogger(__name__)
@@ -128,13 +126,14 @@ class UcxxListener:
             self._on_refused(HandshakeFailure.LOST)
             return
         info = query_endpoint(endpoint.handle)
-        ends = ends_of(info, listening=True)
-        connection = self._open_connection(endpoint, ends.client or "unknown")
+        client = str(Address(*info.remote)) if info.remote[0] else "unknown"
+        connection = self._open_connection(endpoint, client)
         self._remember(connection, info.remote)
         if self.ip != ANY_ADDRESS and info.local[0] not in ("", self.ip):
             connection.close(f"came to {info.local[0]}, listening on {self.ip} only")
             return
-        self._challenge(connection, ListenerHandshake(ends), host=info.remote[0])
+        ends = connection.ends(listening=True)
+        self._newcomers.challenge(connection, info.remote[0], ends, self.accept)
 
     def _remember(self, connection: UcxxConnection, remote: tuple[str, int]) -> None:
         """Keeps whose a TCP connection to this port is, while there is one."""
@@ -148,35 +147,3 @@ class UcxxListener:
                 del self._taken_in[remote]
 
         connection.add_closed_callback(forget)
-
-    def _challenge(
-        self, connection: UcxxConnection, handshake: ListenerHandshake, *, host: str
-    ) -> None:
-        """Sends the challenge, and judges the client by its answer to it."""
-        judged = self._newcomers.enter(connection, host)
-
-        def on_greeting(greeting: Greeting) -> None:
-            conclude(handshake.judge(self.accept, greeting, connection))
-
-        def on_bad(bad: BadGreeting) -> None:
-            conclude(refusal(HandshakeFailure.MALFORMED, f"the hello {bad}"))
-
-        def conclude(verdict: Verdict) -> None:
-            judged()
-            self._conclude(connection, verdict)
-
-        send_greeting(connection, handshake.challenge, on_sent=lambda: None)
-        receive_greeting(connection, on_greeting, on_bad)
-
-    def _conclude(self, connection: UcxxConnection, verdict: Verdict) -> None:
-        if verdict.keys is not None:
-            keys = verdict.keys
-            self._newcomers.take_in(connection)
-            connection.begin(
-                sending_key=keys.to_client,
-                receiving_key=keys.to_server,
-                leaves_host=keys.leaves_host,
-            )
-        else:
-            self._newcomers.refuse(connection, verdict)
-        send_greeting(connection, verdict.greeting, on_sent=lambda: None)

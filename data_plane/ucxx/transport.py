@@ -35,7 +35,6 @@ from data_plane.ucxx.arrivals import Arrivals
 from data_plane.ucxx.connection import TRANSPORT_NAME, UcxxConnection
 from data_plane.ucxx.connector import UcxxConnector
 from data_plane.ucxx.listener import UcxxListener
-from data_plane.ucxx.probe import UcxxProbe
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
@@ -136,9 +135,6 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             peer=str(address),
             hint=f"give --data-host {source}, or name the interfaces in UCX_NET_DEVICES",
         )
-
-    def _new_probe(self, connection: UcxxConnection) -> UcxxProbe:
-        return UcxxProbe(connection, self._probe_pool, self._max_probe_bytes)
 
     def _stop_listening(self) -> None:
         if self._listener is not None:

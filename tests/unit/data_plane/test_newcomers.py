@@ -8,10 +8,15 @@ from typing import Any, cast
 import pytest
 
 from data_plane.base_connection import BaseConnection
-from data_plane.handshake import HandshakeFailure, Verdict
+from data_plane.greeting import BadGreeting, Greeting, Status
+from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.newcomers import Newcomers
 from data_plane.owner_thread import OwnerThread
+from data_plane.proof import ConnectionKeys, Ends
 from data_plane.transport import TransportError
+from tests.service.data_plane.secret import SECRET, proven
+
+ENDS = Ends(client="10.0.0.1:1", server="10.0.0.2:2")
 
 
 class Timer:
@@ -39,13 +44,27 @@ class Owner:
 
 
 class Client:
-    """A connection that notes why it was closed."""
+    """A connection that notes why it was closed, and what is said on it."""
 
     local_id, peer = 1, "a client"
 
     def __init__(self) -> None:
         self.closed: list[str] = []
+        self.heard: list[Greeting] = []
+        self.keys: ConnectionKeys | None = None
         self._callbacks: list[Callable[[TransportError | None], None]] = []
+
+    def send_greeting(self, greeting: Greeting) -> None:
+        self.heard.append(greeting)
+
+    def receive_greeting(
+        self, on_greeting: Callable[[Greeting], None], on_bad: Callable[[ValueError], None]
+    ) -> None:
+        self.says, self.says_nonsense = on_greeting, on_bad
+
+    def begin(self, keys: ConnectionKeys, *, listening: bool) -> None:
+        assert listening
+        self.keys = keys
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         self._callbacks.append(callback)
@@ -54,6 +73,9 @@ class Client:
         self.closed.append(reason)
         for callback in self._callbacks:
             callback(None)
+
+    def say_hello(self, secret: bytes = SECRET) -> None:
+        self.says(ClientHandshake(b"hello", secret).answer(self.heard[0], ENDS))
 
 
 @pytest.fixture
@@ -73,36 +95,41 @@ def newcomers(owner: Owner, refused: list[HandshakeFailure]) -> Newcomers:
     )
 
 
-def enter(newcomers: Newcomers, host: str = "h") -> tuple[Any, Callable[[], None]]:
+def enter(newcomers: Newcomers, on_proven: Callable[[], None] = lambda: None) -> Client:
     client: Any = Client()
-    return client, newcomers.enter(cast(BaseConnection, client), host)
+    newcomers.challenge(cast(BaseConnection, client), "h", ENDS, proven(), on_proven)
+    return cast(Client, client)
 
 
 def test_who_says_nothing_in_time_is_closed(
     newcomers: Newcomers, owner: Owner, refused: list[HandshakeFailure]
 ) -> None:
-    client, _ = enter(newcomers)
+    client = enter(newcomers)
     owner.run_due()
-    assert client.closed == ["no hello within 5.0 s"]
+    assert len(client.closed) == 1
     assert refused == [HandshakeFailure.TIMEOUT]
 
 
-def test_who_was_judged_has_no_deadline_and_counts_once(
+def test_who_is_taken_in_has_no_deadline_and_makes_room(
     newcomers: Newcomers, owner: Owner, refused: list[HandshakeFailure]
 ) -> None:
-    client, judged = enter(newcomers)
-    judged()
-    newcomers.take_in(client)
-    owner.run_due()
+    proven_clients: list[None] = []
+    for _ in range(5):
+        client = enter(newcomers, lambda: proven_clients.append(None))
+        client.say_hello()
+        assert client.keys is not None
+        assert client.heard[-1].status is Status.ACCEPTED
+        owner.run_due()
+        assert not client.closed
     client.close("later")
-    assert client.closed == ["later"]
+    assert len(proven_clients) == 5
     assert refused == []
 
 
 def test_who_goes_before_the_verdict_is_lost(
     newcomers: Newcomers, owner: Owner, refused: list[HandshakeFailure]
 ) -> None:
-    client, _ = enter(newcomers)
+    client = enter(newcomers)
     client.close("gone")
     assert refused == [HandshakeFailure.LOST]
     owner.run_due()
@@ -110,31 +137,27 @@ def test_who_goes_before_the_verdict_is_lost(
 
 
 def test_one_too_many_puts_one_out(newcomers: Newcomers, refused: list[HandshakeFailure]) -> None:
-    clients = [enter(newcomers)[0] for _ in range(3)]
+    clients = [enter(newcomers) for _ in range(3)]
     assert sum(bool(client.closed) for client in clients) == 1
     assert refused == [HandshakeFailure.NO_ROOM]
 
 
-def test_who_was_taken_in_makes_room(newcomers: Newcomers, refused: list[HandshakeFailure]) -> None:
-    for _ in range(5):
-        client, judged = enter(newcomers)
-        judged()
-        newcomers.take_in(client)
-        assert not client.closed
-    assert refused == []
-
-
+@pytest.mark.parametrize("failure", [HandshakeFailure.PROOF, HandshakeFailure.MALFORMED])
 def test_who_is_refused_may_read_why_before_it_is_closed(
-    newcomers: Newcomers, owner: Owner, refused: list[HandshakeFailure]
+    newcomers: Newcomers,
+    owner: Owner,
+    refused: list[HandshakeFailure],
+    failure: HandshakeFailure,
 ) -> None:
-    client, judged = enter(newcomers)
-    judged()
-    verdict = Verdict(
-        greeting=cast(Any, None), failure=HandshakeFailure.REFUSED, reason="another release"
-    )
-    newcomers.refuse(client, verdict)
-    assert refused == [HandshakeFailure.REFUSED]
+    client = enter(newcomers)
+    if failure is HandshakeFailure.PROOF:
+        client.say_hello(b"another secret")
+    else:
+        client.says_nonsense(BadGreeting("is none"))
+    assert refused == [failure]
+    assert client.heard[-1].status is Status.REFUSED
+    assert client.keys is None
     assert client.closed == []
     owner.run_due()
-    assert client.closed == ["refused: another release"]
-    assert refused == [HandshakeFailure.REFUSED], "once"
+    assert len(client.closed) == 1
+    assert refused == [failure], "once"
