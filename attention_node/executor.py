@@ -17,14 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from attention_node.open_tick import OpenTick, Source
 from core_attention.ca_task import Phase
 from core_attention.checksum import ChecksumMismatch
-from core_attention.kernels.protocol import Kernel
-from core_attention.kernels.streams import HIGH_PRIORITY
+from core_attention.kernels.protocol import HIGH_PRIORITY, Kernel
 from core_attention.shape import AttentionShape
 from distca.contract.timeouts import default_seconds
 
@@ -85,13 +85,8 @@ class _Stopwatch:
         return total + level * (time.perf_counter() - since)
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """A source on its way to the executor's thread."""
-
-    tick: OpenTick
-    rank: int
-    source: Source
+_Arrival: TypeAlias = tuple[OpenTick, int, Source]
+"""A source on its way to the executor's thread: of which tick, and of which rank."""
 
 
 class _DeviceTimer:
@@ -120,6 +115,9 @@ class Executor:
         device: where the tensors live.
         fuse_qk_pairs: work beyond which a call takes no further part; None: by device.
         on_call: called on the executor's thread after each kernel call.
+
+    Attributes:
+        kernel_seconds: of all calls so far, without what they waited for other work on the device.
     """
 
     def __init__(
@@ -134,6 +132,7 @@ class Executor:
         self.device = device
         self._fuse_qk_pairs = fuse_qk_pairs or DEFAULT_FUSE_QK_PAIRS[device.type]
         self._on_call = on_call
+        self.kernel_seconds = 0.0
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[tuple[OpenTick, int]] = deque()
         # Since when the thread has been at work without finishing a kernel call.
@@ -180,14 +179,14 @@ class Executor:
         the work.
         """
         if source.written is None:
-            self._enqueue(_Arrival(tick, rank, source))
+            self._enqueue(tick, rank, source)
             return
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=self._watch, name="distca-executor-inputs", daemon=True
             )
             self._watcher.start()
-        self._unwritten.put(_Arrival(tick, rank, source))
+        self._unwritten.put((tick, rank, source))
 
     def run_soon(self, action: Callable[[], None]) -> None:
         """Runs ``action``, which must not raise, on the executor's thread between kernel calls."""
@@ -195,7 +194,7 @@ class Executor:
 
     def give_up(self, tick: OpenTick, error: BaseException) -> None:
         """Ends a tick without results."""
-        self._events.put(lambda: self._guard(tick, lambda: tick.give_up(error)))
+        self._events.put(partial(self._guard, tick, partial(tick.give_up, error)))
 
     def close(self, timeout_seconds: float = default_seconds("close_seconds")) -> None:
         """Stops the thread after the call in progress."""
@@ -224,22 +223,20 @@ class Executor:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         while (waiting := self._unwritten.get()) is not None:
-            assert waiting.source.written is not None
+            tick, rank, source = waiting
+            assert source.written is not None
             try:
-                waiting.source.written.synchronize()
+                source.written.synchronize()
             except RuntimeError:
                 # The device has failed, and so will the kernel, which ends the tick.
-                logger.exception("inputs of %s cannot be waited for", waiting.tick.tick)
-            self._enqueue(waiting)
+                logger.exception("inputs of %s cannot be waited for", tick.tick)
+            self._enqueue(tick, rank, source)
             # Its tensors may be the last of their rank for long.
-            del waiting
+            del waiting, tick, source
 
-    def _enqueue(self, come: _Arrival) -> None:
-        arrived = time.perf_counter()
-        tick, rank, source = come.tick, come.rank, come.source
-        self._events.put(
-            lambda: self._guard(tick, lambda: self._arrive(tick, rank, source, arrived))
-        )
+    def _enqueue(self, tick: OpenTick, rank: int, source: Source) -> None:
+        arrive = partial(self._arrive, tick, rank, source, time.perf_counter())
+        self._events.put(partial(self._guard, tick, arrive))
 
     def _take_events(self) -> bool:
         """Handles all waiting events, blocking only if nothing is ready; False at the end."""
@@ -333,6 +330,7 @@ class Executor:
         for tick, index in batch:
             share = tick.route.parts[index].qk_pairs / max(call.qk_pairs, 1)
             tick.busy_seconds += call.seconds * share
+        self.kernel_seconds += call.seconds
         self._on_call(call)
         for tick, index in batch:
             self._guard(tick, partial(tick.part_done, index))

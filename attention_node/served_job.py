@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention_node.held_by_slot import held_by_slot
 from attention_node.machine.outline import StepOutline, TickOutline
 from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick
@@ -251,7 +251,7 @@ class ServedStep:
         nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines by
         slot, of each rank those of its action there."""
         if self.job.order is not None:
-            return held_by_slot(self.job.order, self.outline, self._sizes)
+            return _held_by_slot(self.job.order, self.outline, self._sizes)
         held: dict[Phase, list[int]] = {phase: [] for phase in Phase}
         for ticks in self.outline.lanes.values():
             for phase in Phase:
@@ -349,3 +349,21 @@ class ServedStep:
             self._open.pop(tick, None)
         self._busy.setdefault(self._key(tick), []).append(open_tick.busy_seconds)
         self._on_tick_over(self, open_tick)
+
+
+def _held_by_slot(
+    order: TickOrder, outline: StepOutline, sizes: Callable[[int, Tick], list[int]]
+) -> dict[int, list[int]]:
+    """The sizes in bytes of the messages that are held in each slot, of each rank those of its
+    action there; see ``attention_node.machine.turns``."""
+    held: defaultdict[int, list[int]] = defaultdict(list)
+    counted: set[tuple[int, int, int]] = set()
+    for nano_batch, ticks in outline.lanes.items():
+        for tick, each in ticks.items():
+            for rank in each.message_bytes:
+                for slot in order.slots(rank, tick):
+                    # Of all layers of an action, one at a time.
+                    if (slot, rank, nano_batch) not in counted:
+                        counted.add((slot, rank, nano_batch))
+                        held[slot] += sizes(rank, tick)
+    return held

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from attention_node.announced_jobs import AnnouncedJobs
-from attention_node.executor import Executor, KernelCall
+from attention_node.executor import Executor
 from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
 from attention_node.plan_threads import PlanThreads
@@ -128,10 +128,9 @@ class AttentionNode(Host):
         )
         self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = DataPlaneMetrics(registry, pairs)
-        self._meter = LoadMeter(lambda: data_metrics.moved_bytes)
         self._pool = BufferPool.on_device(device, settings.buffer_limit_bytes or None)
         data_metrics.watch_pool("messages", self._pool)
-        self._executor = Executor(kernel, device, on_call=self._kernel_called)
+        self._executor = Executor(kernel, device, on_call=self._metrics.kernel_called)
         self._ticks = TickServer(
             settings.server_id,
             self._executor,
@@ -139,6 +138,9 @@ class AttentionNode(Host):
             self,
             self._metrics,
             reply_deadline_seconds=settings.reply_timeout_seconds,
+        )
+        self._meter = LoadMeter(
+            self._executor, self._ticks, self._pool, lambda: data_metrics.moved_bytes
         )
         self._transport = open_transport(
             settings.transport,
@@ -183,7 +185,7 @@ class AttentionNode(Host):
                 **values_of(ClientTls, settings),
             ),
             self._describe(data_address),
-            load=self._load,
+            load=self._meter.read,
             lost_ranks=lambda: self._ticks.lost_ranks,
             on_event=self._handle,
             on_registered=lambda: self._announced.registered(now=time.monotonic()),
@@ -318,9 +320,6 @@ class AttentionNode(Host):
             transport=self._transport.name,
         )
 
-    def _load(self) -> membership_pb2.ServerLoad:
-        return self._meter.read(self._executor, self._ticks, self._pool)
-
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         match event.WhichOneof("event"):
             case "job_opened":
@@ -343,10 +342,6 @@ class AttentionNode(Host):
             forward_only=planned.forward_only,
             first_tick=first_tick_from_bytes(planned.first_tick, plan.manifest.n_documents),
         )
-
-    def _kernel_called(self, call: KernelCall) -> None:
-        self._meter.kernel_called(call)
-        self._metrics.kernel_called(call)
 
     def step_finished(self, busy: StepBusy) -> None:
         """See :class:`Host`."""

@@ -6,7 +6,7 @@ import socket
 import threading
 
 from data_plane.interfaces import ipv4_of
-from data_plane.owner_result import OwnerResult
+from data_plane.owner_thread import OwnerResult
 from data_plane.transport import Address, ConnectFailed, TransportError
 
 

@@ -46,39 +46,29 @@ class Arena:
     """Which ranges of its slabs are free. Not thread-safe.
 
     Best fit: the smallest range that is large enough, of equal ones the first.
+
+    Attributes:
+        slab_sizes: how many slabs there are of each size.
+        total_bytes: of all slabs.
+        free_bytes: of all free ranges.
     """
 
     def __init__(self) -> None:
         self._n_slabs = 0
-        self._slab_sizes: Counter[int] = Counter()
-        self._total_bytes = 0
-        self._free_bytes = 0
+        self.slab_sizes: Counter[int] = Counter()
+        self.total_bytes = 0
+        self.free_bytes = 0
         # Free ranges, by length, and by where they begin and end.
         self._sizes: list[tuple[int, int, int]] = []
         self._from: dict[tuple[int, int], Place] = {}
         self._to: dict[tuple[int, int], Place] = {}
 
-    @property
-    def total_bytes(self) -> int:
-        """Of all slabs."""
-        return self._total_bytes
-
-    @property
-    def slab_sizes(self) -> Counter[int]:
-        """How many slabs there are of each size."""
-        return self._slab_sizes
-
-    @property
-    def free_bytes(self) -> int:
-        """Of all free ranges."""
-        return self._free_bytes
-
     def add(self, memory: torch.Tensor) -> None:
         """Adds a slab, all of it free: 1-D uint8, not empty."""
         slab = Slab(self._n_slabs, memory)
         self._n_slabs += 1
-        self._slab_sizes[memory.numel()] += 1
-        self._total_bytes += memory.numel()
+        self.slab_sizes[memory.numel()] += 1
+        self.total_bytes += memory.numel()
         self._insert(Place(slab, 0, memory.numel()))
 
     def take(self, nbytes: int, *, is_exact: bool = False) -> Place | None:
@@ -117,8 +107,8 @@ class Arena:
         for length, number, begin in reversed(self._sizes):
             if length == self._from[number, begin].slab.memory.numel():
                 self._remove(self._from[number, begin])
-                self._slab_sizes[length] -= 1
-                self._total_bytes -= length
+                self.slab_sizes[length] -= 1
+                self.total_bytes -= length
                 return length
         return 0
 
@@ -126,10 +116,10 @@ class Arena:
         number = place.slab.number
         bisect.insort(self._sizes, (place.nbytes, number, place.begin))
         self._from[number, place.begin] = self._to[number, place.end] = place
-        self._free_bytes += place.nbytes
+        self.free_bytes += place.nbytes
 
     def _remove(self, place: Place) -> None:
         number = place.slab.number
         del self._sizes[bisect.bisect_left(self._sizes, (place.nbytes, number, place.begin))]
         del self._from[number, place.begin], self._to[number, place.end]
-        self._free_bytes -= place.nbytes
+        self.free_bytes -= place.nbytes

@@ -59,7 +59,9 @@ class BaseConnection:
 
     Attributes:
         local_id: the connection's number in this process, for the log.
-        worker: as above.
+        worker, peer: as above.
+        error: why it is closed; TransportClosed after ``close()``, None while it is open.
+        sending_key, receiving_key, leaves_host: see ``Connection``.
         on_control: receives (operation, payload) of probes; set by the transport.
     """
 
@@ -76,21 +78,17 @@ class BaseConnection:
     ) -> None:
         self.local_id = local_id
         self.worker = worker
-        self._peer = peer
+        self.peer = peer
         self._metrics = metrics
         self._lock = threading.Lock()
         self._offers: dict[Place, PostedTransfer] = {}
-        self._error: TransportError | None = None
+        self.error: TransportError | None = None
         self._torn_down = self._finished = False
-        self._sending_key = self._receiving_key = b""
-        self._leaves_host = True
+        self.sending_key = self.receiving_key = b""
+        self.leaves_host = True
         self.on_control: Callable[[int, bytes], None] | None = None
         self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
         self._pings = Pings(self, slowest_bytes_per_second)
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def transport(self) -> str:
@@ -98,38 +96,21 @@ class BaseConnection:
 
     @property
     def closed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def error(self) -> TransportError | None:
-        """Why it is closed; TransportClosed after ``close()``."""
-        return self._error
-
-    @property
-    def sending_key(self) -> bytes:
-        return self._sending_key
-
-    @property
-    def receiving_key(self) -> bytes:
-        return self._receiving_key
-
-    @property
-    def leaves_host(self) -> bool:
-        return self._leaves_host
+        return self.error is not None
 
     @property
     def greeted(self) -> bool:
         """Whether the handshake is over. Owner thread."""
-        return bool(self._sending_key)
+        return bool(self.sending_key)
 
     def begin(self, keys: ConnectionKeys, *, listening: bool) -> None:
         """Ends the handshake, which gave these keys. Owner thread."""
         sending, receiving = keys.to_server, keys.to_client
         if listening:
             sending, receiving = receiving, sending
-        self._leaves_host = keys.leaves_host
-        self._sending_key = derived_key(sending, "checksums")
-        self._receiving_key = derived_key(receiving, "checksums")
+        self.leaves_host = keys.leaves_host
+        self.sending_key = derived_key(sending, "checksums")
+        self.receiving_key = derived_key(receiving, "checksums")
         self._start(sending, receiving)
 
     def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
@@ -163,9 +144,9 @@ class BaseConnection:
         place = (channel, tag)
         with self._lock:
             if place in self._offers:
-                raise ValueError(f"tag {tag} is already on offer to {self._peer}; one at a time")
+                raise ValueError(f"tag {tag} is already on offer to {self.peer}; one at a time")
             transfer = self._new_transfer("offer", tag, buffer, deadline_seconds, channel)
-            accepted = self._error is None
+            accepted = self.error is None
             if accepted:
                 self._offers[place] = transfer
         if accepted:
@@ -184,7 +165,7 @@ class BaseConnection:
     ) -> PostedTransfer:
         """See ``Connection.put``. On a closed connection the transfer has failed already."""
         transfer = self._new_transfer("put", tag, buffer, deadline_seconds, channel)
-        if self._error is not None:
+        if self.error is not None:
             self._fail_put(transfer, ready)
         else:
             self.worker.submit(lambda: self._start_put(transfer, ready))
@@ -193,14 +174,14 @@ class BaseConnection:
     def skip(self, tag: int) -> None:
         """See ``Connection.skip``."""
         _check_tag(tag)
-        self.worker.submit(lambda: None if self._error else self._send_skip(tag))
+        self.worker.submit(lambda: None if self.error else self._send_skip(tag))
 
     def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
         error = self._new_error(TransportClosed, reason)
         with self._lock:
-            if self._error is not None:
+            if self.error is not None:
                 return
-            self._error = error
+            self.error = error
             self._finished = finished
         self.worker.submit(self._send_close_notice)
 
@@ -213,7 +194,7 @@ class BaseConnection:
 
     def show_as(self, name: str) -> None:
         if self._metrics is not None:
-            self._metrics.name_peer(self._peer, self.transport_name, name)
+            self._metrics.name_peer(self.peer, self.transport_name, name)
 
     @property
     def last_heard(self) -> float:
@@ -235,8 +216,8 @@ class BaseConnection:
     def fail(self, error: TransportError) -> None:
         """Closes the connection because of ``error``. Owner thread."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
         self._tear_down(error)
 
     def send_control(self, operation: int, payload: bytes) -> None:
@@ -261,7 +242,7 @@ class BaseConnection:
 
     def _close_notice(self) -> bytes:
         """Why this side closes the connection, for :meth:`_take_close_notice` of the other one."""
-        reason = self._error.reason if self._error else ""
+        reason = self.error.reason if self.error else ""
         return bytes([self._finished]) + reason.encode()[: MAX_CLOSE_NOTICE_BYTES - 1]
 
     def _take_close_notice(self, payload: bytes) -> None:
@@ -270,7 +251,7 @@ class BaseConnection:
             PeerClosed(
                 payload[1:].decode(errors="replace"),
                 transport=self.transport_name,
-                peer=self._peer,
+                peer=self.peer,
                 finished=payload[:1] == b"\x01",
             )
         )
@@ -286,7 +267,7 @@ class BaseConnection:
             self._accept_offer(transfer)
 
     def _start_put(self, transfer: PostedTransfer, ready: Callable[[], bool] | None) -> None:
-        if self._error is not None:
+        if self.error is not None:
             self._fail_put(transfer, ready)
             return
         if ready is not None and not ready():
@@ -315,7 +296,7 @@ class BaseConnection:
 
     def _gives_up(self, transfer: PostedTransfer) -> bool:
         """Whether a put need not wait for its bytes any more."""
-        return self._error is not None or time.monotonic() > transfer.deadline
+        return self.error is not None or time.monotonic() > transfer.deadline
 
     def _refuse_size(self, transfer: PostedTransfer, message_bytes: int) -> None:
         """The message for an offer has another length: fails the offer and the connection."""
@@ -335,7 +316,7 @@ class BaseConnection:
             if self._metrics is not None:
                 self._metrics.transfer_ended(
                     kind=transfer.kind,
-                    peer=self._peer,
+                    peer=self.peer,
                     transport=self.transport_name,
                     nbytes=transfer.nbytes,
                     seconds=seconds,
@@ -366,7 +347,7 @@ class BaseConnection:
             offers, self._offers = list(self._offers.values()), {}
             closed_callbacks, self._closed_callbacks = self._closed_callbacks, []
         self._disconnect(offers)
-        logger.info("connection %d with %s closed: %s", self.local_id, self._peer, self._error)
+        logger.info("connection %d with %s closed: %s", self.local_id, self.peer, self.error)
         for callback in closed_callbacks:
             self._call_closed(callback)
 
@@ -375,15 +356,15 @@ class BaseConnection:
 
     def _later_error(self) -> TransportError:
         """The error of a transfer that did not itself make the connection fail."""
-        assert self._error is not None
-        if isinstance(self._error, TransportClosed | PeerLost):
-            return self._error
-        return self._new_error(PeerLost, f"connection failed: {self._error}")
+        assert self.error is not None
+        if isinstance(self.error, TransportClosed | PeerLost):
+            return self.error
+        return self._new_error(PeerLost, f"connection failed: {self.error}")
 
     def _new_error(
         self, error_class: type[TransportError], message: str, *, hint: str = ""
     ) -> TransportError:
-        return error_class(message, transport=self.transport_name, peer=self._peer, hint=hint)
+        return error_class(message, transport=self.transport_name, peer=self.peer, hint=hint)
 
     def _new_transfer(
         self,
@@ -402,7 +383,7 @@ class BaseConnection:
             buffer=buffer,
             deadline_seconds=deadline_seconds,
             transport=self.transport_name,
-            peer=self._peer,
+            peer=self.peer,
             owner_thread_id=self.worker.thread_id,
             channel=channel,
         )
@@ -417,9 +398,9 @@ class BaseConnection:
 
     def _call_closed(self, callback: Callable[[TransportError | None], None]) -> None:
         try:
-            callback(None if isinstance(self._error, TransportClosed) else self._error)
+            callback(None if isinstance(self.error, TransportClosed) else self.error)
         except Exception:
-            logger.exception("closed callback of the connection with %s failed", self._peer)
+            logger.exception("closed callback of the connection with %s failed", self.peer)
 
 
 def _check_tag(tag: int) -> None:

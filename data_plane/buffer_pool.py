@@ -166,6 +166,9 @@ class BufferPool:
         allocator: makes slabs; called outside the pool's lock.
         limit_bytes: most memory the pool may hold, idle memory included; None for no limit.
         slab_bytes: the least that is asked of the allocator, without a limit.
+
+    Attributes:
+        limit_bytes: as above.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class BufferPool:
             raise ValueError(f"limit_bytes is {limit_bytes}; give 0 or more, or None for no limit")
         self._allocator = allocator
         self._closed = False
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes if limit_bytes is None else 0
         self._lock = threading.Lock()
         self._arena = Arena()
@@ -203,16 +206,11 @@ class BufferPool:
         self._on_free = callback
 
     @property
-    def limit_bytes(self) -> int | None:
-        """Most memory the pool may hold; None for no limit."""
-        return self._limit_bytes
-
-    @property
     def room_bytes(self) -> int | None:
         """What buffers may take now, in size classes; None for no limit, 0 once it is closed."""
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return None
-        return 0 if self._closed else self._limit_bytes - self.stats().in_use_bytes
+        return 0 if self._closed else self.limit_bytes - self.stats().in_use_bytes
 
     def acquire(self, nbytes: int) -> PooledBuffer:
         """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
@@ -266,8 +264,8 @@ class BufferPool:
             missing = self._missing(together.values())
             total_bytes = sum(missing)
             if (
-                self._limit_bytes is not None
-                and self._total_bytes() + total_bytes > self._limit_bytes
+                self.limit_bytes is not None
+                and self._total_bytes() + total_bytes > self.limit_bytes
             ):
                 return
             self._coming_bytes += total_bytes
@@ -331,13 +329,13 @@ class BufferPool:
 
     def _held_for(self, nbytes: int) -> int:
         """What a buffer of ``nbytes`` takes."""
-        if self._limit_bytes is not None or nbytes < 0:
+        if self.limit_bytes is not None or nbytes < 0:
             return size_class_bytes(nbytes)
         return max(-(-nbytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
 
     def _take(self, held_bytes: int) -> Place | None:
         """Free memory that will do. Needs the lock."""
-        place = self._arena.take(held_bytes, is_exact=self._limit_bytes is not None)
+        place = self._arena.take(held_bytes, is_exact=self.limit_bytes is not None)
         if place is not None:
             self._in_use_bytes += held_bytes
         return place
@@ -350,7 +348,7 @@ class BufferPool:
 
     def _missing(self, situations: Iterable[list[int]]) -> list[int]:
         """Sizes of the slabs to make for what is held in each of ``situations``. Needs the lock."""
-        if self._limit_bytes is not None:
+        if self.limit_bytes is not None:
             most: Counter[int] = Counter()
             for sizes in situations:
                 most |= Counter(sizes)
@@ -391,13 +389,13 @@ class BufferPool:
 
     def _make_room(self, held_bytes: int, nbytes: int) -> None:
         """Gives idle slabs back, largest first, until a new one fits. Needs the lock."""
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return
-        while self._total_bytes() + held_bytes > self._limit_bytes:
+        while self._total_bytes() + held_bytes > self.limit_bytes:
             if not self._arena.drop_largest():
                 raise BufferPoolExhausted(
                     f"no room for a buffer of {nbytes} bytes (block of {held_bytes}): "
-                    f"{self._in_use_bytes} bytes in use, limit_bytes={self._limit_bytes}; release "
+                    f"{self._in_use_bytes} bytes in use, limit_bytes={self.limit_bytes}; release "
                     "buffers earlier or raise the limit"
                 )
 

@@ -28,6 +28,7 @@ class PostedTransfer:
 
     Attributes:
         kind: which side of a message this is.
+        tag, nbytes, state, error, ended_at: see ``Transfer``.
         channel: DATA_CHANNEL, or CONTROL_CHANNEL for the transport's own messages.
         deadline: ``time.monotonic()`` at which the connection fails.
         started: ``time.monotonic()`` when its bytes could first move.
@@ -54,42 +55,22 @@ class PostedTransfer:
         self.deadline = self.started + deadline_seconds
         self.failure: TransportError | None = None
         self.timer: Timer | None = None
-        self._tag = tag
+        self.tag = tag
         self._buffer: PooledBuffer | None = buffer.retain()
-        self._nbytes = buffer.nbytes
+        self.nbytes = buffer.nbytes
         self._transport = transport
         self._peer = peer
         self._owner_thread_id = owner_thread_id
-        self._state = TransferState.PENDING
-        self._error: TransportError | None = None
-        self._ended_at: float | None = None
+        self.state = TransferState.PENDING
+        self.error: TransportError | None = None
+        self.ended_at: float | None = None
         self._lock = threading.Lock()
         self._finished_event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
     @property
-    def tag(self) -> int:
-        return self._tag
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    @property
-    def state(self) -> TransferState:
-        return self._state
-
-    @property
-    def error(self) -> TransportError | None:
-        return self._error
-
-    @property
-    def ended_at(self) -> float | None:
-        return self._ended_at
-
-    @property
     def moving_seconds(self) -> float:
-        return 0.0 if self._ended_at is None else self._ended_at - self.started
+        return 0.0 if self.ended_at is None else self.ended_at - self.started
 
     @property
     def buffer(self) -> PooledBuffer:
@@ -99,23 +80,23 @@ class PostedTransfer:
 
     def wait(self, timeout_seconds: float) -> None:
         """See ``Transfer.wait``. On the owner thread it would wait for itself: RuntimeError."""
-        if self._state is TransferState.PENDING:
+        if self.state is TransferState.PENDING:
             if threading.get_ident() == self._owner_thread_id:
                 raise RuntimeError("wait() on the transport's own thread; use add_done_callback")
             if not self._event().wait(timeout_seconds):
                 raise TransferTimeout(
-                    f"{self.kind} of tag {self._tag} ({self._nbytes} bytes) still pending after "
+                    f"{self.kind} of tag {self.tag} ({self.nbytes} bytes) still pending after "
                     f"waiting {timeout_seconds} s",
                     transport=self._transport,
                     peer=self._peer,
                     hint=f"it goes on until its own deadline of {self.deadline_seconds} s",
                 )
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         with self._lock:
-            if self._state is TransferState.PENDING:
+            if self.state is TransferState.PENDING:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -137,14 +118,14 @@ class PostedTransfer:
         if release_buffer:
             self._release_buffer()
         with self._lock:
-            if self._state is not TransferState.PENDING:
+            if self.state is not TransferState.PENDING:
                 return
-            self._error = error
-            self._ended_at = time.monotonic()
+            self.error = error
+            self.ended_at = time.monotonic()
             if error is not None:
-                self._state = TransferState.FAILED
+                self.state = TransferState.FAILED
             else:
-                self._state = TransferState.SKIPPED if skipped else TransferState.DONE
+                self.state = TransferState.SKIPPED if skipped else TransferState.DONE
             callbacks, self._callbacks = self._callbacks, []
             if self._finished_event is not None:
                 self._finished_event.set()
@@ -157,7 +138,7 @@ class PostedTransfer:
         with self._lock:
             if self._finished_event is None:
                 self._finished_event = threading.Event()
-                if self._state is not TransferState.PENDING:
+                if self.state is not TransferState.PENDING:
                     self._finished_event.set()
             return self._finished_event
 
@@ -170,4 +151,4 @@ class PostedTransfer:
         try:
             callback(self)
         except Exception:
-            logger.exception("done callback of %s tag %d failed", self.kind, self._tag)
+            logger.exception("done callback of %s tag %d failed", self.kind, self.tag)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
 from data_plane.transport import TransportName
-from data_plane.ucx_modules import ucx_modules
 
 NIXL_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 """The library's names, one for each version of CUDA."""
@@ -21,6 +24,23 @@ INSTALL_NIXL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
 
 _RDMA_TLS = ("ib", "rc", "dc", "ud", "srd", "all", "*")
 """Beginnings of the names in UCX_TLS that stand for RDMA."""
+
+_LOADING_SECONDS: Final = 30.0
+"""Loading takes 0.1 s on a machine that has nothing else to do."""
+
+_LOAD = """
+try:
+    import libucx
+    libucx.load_library()
+except ImportError:
+    import ucxx
+for line in open("/proc/self/maps"):
+    path = line.split()[-1]
+    if path.rpartition("/")[2].startswith("libucs.so"):
+        print(path)
+        break
+"""
+"""ucxx itself loads the library by libucx, where the wheels brought that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +113,30 @@ def transport_facts(
         ucx_tls=environ.get("UCX_TLS"),
         ucx_net_devices=environ.get("UCX_NET_DEVICES"),
     )
+
+
+@cache
+def ucx_modules() -> frozenset[str] | None:
+    """Transports that the UCX of ucxx loads as modules, for example ``{"cuda", "ib"}``; TCP and
+    shared memory are built in. None if it cannot be loaded.
+
+    Found out in a process of its own: one that loads it can open no other transport."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD],
+            capture_output=True,
+            text=True,
+            timeout=_LOADING_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    path = done.stdout.strip()
+    if done.returncode or not path:
+        return None
+    names = (module.name for module in (Path(path).parent / "ucx").glob("libuct_*.so*"))
+    found = (re.match(r"libuct_([a-z]+)", name) for name in names)
+    return frozenset(match[1] for match in found if match)
 
 
 def _allows_rdma(tls: str) -> bool:

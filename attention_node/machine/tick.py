@@ -5,8 +5,6 @@ From its first rows on a tick belongs to one thread, the executor's, which need 
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from attention_node.machine.outline import TickOutline
 from core_attention.tick import Tick
 
@@ -21,6 +19,7 @@ class TickMachine:
     Attributes:
         arrived: the ranks whose rows are here.
         unreplied: the ranks that are still to get a reply.
+        undone: the parts that have not run.
         closed: it is over: complete, or given up.
         failure: why it was given up, or None.
     """
@@ -33,17 +32,12 @@ class TickMachine:
         self.failure: BaseException | None = None
         self._outline = outline
         self._awaiting = set(range(len(outline.needs)))
-        self._undone = set(self._awaiting)
-
-    @property
-    def undone(self) -> Set[int]:
-        """The parts that have not run."""
-        return self._undone
+        self.undone = set(self._awaiting)
 
     @property
     def is_complete(self) -> bool:
         """Whether every part has run and every rank has its reply, but the tick is not closed."""
-        return not (self.closed or self._undone or self.unreplied)
+        return not (self.closed or self.undone or self.unreplied)
 
     def arrive(self, rank: int) -> list[int]:
         """The rows of ``rank`` are here; returns the parts that may run now, in order."""
@@ -55,20 +49,20 @@ class TickMachine:
 
     def part_done(self, part: int) -> list[int]:
         """A part has run; returns the ranks to reply to, in order."""
-        self._undone.discard(part)
+        self.undone.discard(part)
         if self.closed:
             return []
         return [
             rank
             for rank in sorted(self.unreplied & self.arrived)
-            if not self._outline.before_reply[rank] & self._undone
+            if not self._outline.before_reply[rank] & self.undone
         ]
 
     def last_replies(self) -> list[int]:
         """Once nothing is left to run, the ranks whose reply waits for nothing but the rows of all:
         those that gave only keys, which nobody read."""
         everybody = self.arrived == self._outline.before_reply.keys()
-        return sorted(self.unreplied) if everybody and not self._undone else []
+        return sorted(self.unreplied) if everybody and not self.undone else []
 
     def replied(self, rank: int) -> None:
         """``rank`` has its reply."""

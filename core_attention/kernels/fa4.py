@@ -41,8 +41,7 @@ from core_attention.kernels.gpu_shapes import (
     warm_up_parts,
 )
 from core_attention.kernels.launcher import require_launcher
-from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
-from core_attention.kernels.streams import HIGH_PRIORITY
+from core_attention.kernels.protocol import HIGH_PRIORITY, BackwardPart, ForwardPart, TaskBatch
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 

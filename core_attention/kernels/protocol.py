@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
+
+HIGH_PRIORITY: Final = -1
+"""The priority of CUDA streams of core attention, above the default of 0."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -363,7 +363,7 @@ class NixlConnection(BaseConnection):
             logger.error(
                 "connection with %s: %s; whether it still writes cannot be known, %d buffers that "
                 "were offered to it are withheld",
-                self._peer,
+                self.peer,
                 error,
                 len(self._advertised),
             )

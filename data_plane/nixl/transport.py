@@ -30,7 +30,7 @@ from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl.link import receive_exactly
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.worker import NixlWorker
-from data_plane.owner_result import OwnerResult
+from data_plane.owner_thread import OwnerResult
 from data_plane.proof import ConnectionKeys, Ends
 from data_plane.silent_sockets import SilentSockets, has_sent_a_message
 from data_plane.transport import AcceptCallback, Address, Connection, TransportError

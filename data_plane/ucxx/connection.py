@@ -147,7 +147,7 @@ class UcxxConnection(BaseConnection):
             request = getattr(self.endpoint, operation)(Array(memory))
         except UCX_ERRORS as error:
             # The endpoint's close callback ends the connection.
-            logger.debug("%s with %s: %s", operation, self._peer, error)
+            logger.debug("%s with %s: %s", operation, self.peer, error)
             return
 
         def on_complete(error: Exception | None) -> None:
@@ -420,7 +420,7 @@ class UcxxConnection(BaseConnection):
         completed their requests, which closing the endpoint brings about: only then are their
         buffers safe."""
         self._close_endpoint()
-        if not isinstance(self._error, TransportClosed | PeerClosed | NetworkRestarted):
+        if not isinstance(self.error, TransportClosed | PeerClosed | NetworkRestarted):
             self.worker.check_shared_memory()
         for transfer in offers:
             self._end(transfer, transfer.failure or self._later_error())
@@ -446,7 +446,7 @@ class UcxxConnection(BaseConnection):
             # Forced (error handling is on), so it returns at once, whatever the peer does.
             endpoint.close_blocking(0, 1)
         except UCX_ERRORS as error:
-            logger.warning("closing the endpoint to %s: %s", self._peer, error)
+            logger.warning("closing the endpoint to %s: %s", self.peer, error)
 
     def _give_up(self) -> None:
         """Reports transfers that UCX never completed; their buffers stay out of the pool."""
@@ -456,7 +456,7 @@ class UcxxConnection(BaseConnection):
                 "its buffer of %d bytes is withheld until it does",
                 transfer.kind,
                 transfer.tag,
-                self._peer,
+                self.peer,
                 _GIVE_UP_SECONDS,
                 transfer.nbytes,
             )

@@ -10,7 +10,7 @@ from ucxx._lib import libucxx
 from data_plane.addresses import connect_failed
 from data_plane.greeting import BadGreeting, Greeting
 from data_plane.handshake import ClientHandshake
-from data_plane.owner_result import OwnerResult
+from data_plane.owner_thread import OwnerResult
 from data_plane.transport import Address, HandshakeRejected, NetworkRestarted, TransportError
 from data_plane.ucxx.connection import TRANSPORT_NAME, UcxxConnection
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker

@@ -22,7 +22,7 @@ from data_plane.half_open import half_open_limit
 from data_plane.handshake import ClientHandshake
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.metrics import DropCause
-from data_plane.owner_result import OwnerResult
+from data_plane.owner_thread import OwnerResult
 from data_plane.silent_sockets import HasSpoken, SilentSockets, has_sent_a_message
 from data_plane.transport import (
     AcceptCallback,

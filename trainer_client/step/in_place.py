@@ -71,20 +71,18 @@ class InPlaceServer:
             with using("profile_dir", profile_dir):
                 self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)
-        self._pool = pool
-        self._meter = LoadMeter(moved_bytes, stalled_seconds)
 
         def kernel_called(call: KernelCall) -> None:
             metrics.kernel_called(call)
-            self._meter.kernel_called(call)
             on_call(call)
 
         self._executor = Executor(kernel, device, on_call=kernel_called)
         self.ticks = TickServer(server_id, self._executor, pool, host, metrics, local_rank=rank)
+        self._meter = LoadMeter(self._executor, self.ticks, pool, moved_bytes, stalled_seconds)
 
     def load(self) -> membership_pb2.ServerLoad:
         """Its load since the last call; of one thread at a time."""
-        return self._meter.read(self._executor, self.ticks, self._pool)
+        return self._meter.read()
 
     def close(self) -> None:
         """Ends every job and the executor's thread."""

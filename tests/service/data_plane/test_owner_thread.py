@@ -71,12 +71,11 @@ def test_the_call_of_the_main_thread_is_named() -> None:
 def test_a_server_tells_where_its_process_stands(seconds: float, says: bool) -> None:
     class Idle:
         queued_parts = open_ticks = in_use_bytes = 0
-        oldest_ready_seconds = 0.0
+        oldest_ready_seconds = kernel_seconds = 0.0
 
         def stats(self) -> Idle:
             return self
 
-    idle = Idle()
-    meter = LoadMeter(lambda: 0, lambda: seconds)
-    load = in_another_thread(lambda: meter.read(idle, idle, idle))  # type: ignore[arg-type]
+    idle: Any = Idle()
+    load = in_another_thread(LoadMeter(idle, idle, idle, lambda: 0, lambda: seconds).read)
     assert ("test_owner_thread.py" in load.stands_in) is says

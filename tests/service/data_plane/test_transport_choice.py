@@ -15,8 +15,7 @@ from data_plane import transport_facts as facts_module
 from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
 from data_plane.transport import TransportName
 from data_plane.transport_choice import choose_transport, named_transport, obstacles
-from data_plane.transport_facts import TransportFacts, transport_facts
-from data_plane.ucx_modules import ucx_modules
+from data_plane.transport_facts import TransportFacts, transport_facts, ucx_modules
 from data_plane.ucxx.settings import UcxxSettings
 from tests.support.rdma_machine import add_rdma_device
 
@@ -110,7 +109,7 @@ def test_the_ucx_of_ucxx_is_asked_in_a_process_of_its_own(monkeypatch: pytest.Mo
     """This one would be able to open nothing else afterwards."""
     monkeypatch.delenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", raising=False)
     ask = (
-        "from data_plane.ucx_modules import ucx_modules; modules = ucx_modules()\n"
+        "from data_plane.transport_facts import ucx_modules; modules = ucx_modules()\n"
         "print(sorted(modules), 'libucs' in open('/proc/self/maps').read())"
     )
     done = subprocess.run(
