@@ -1,4 +1,4 @@
-"""Which of the jobs that a server serves the control plane still knows."""
+"""The jobs of a server that the control plane still knows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class AnnouncedJobs:
         self._announced[job_id] = owner
 
     def owner(self, job_id: str) -> str:
-        """Of a job that was announced."""
+        """The identity behind a job that was announced; empty for others."""
         return self._announced.get(job_id, "")
 
     def forgotten(self, served: Iterable[str], *, now: float) -> list[str]:
-        """Those of the jobs ``served`` of which the control plane should have told by now."""
+        """Those of the jobs ``served`` that should have been announced by now."""
         if now < self._registered_at + PATIENCE_SECONDS:
             return []
         return sorted(set(served) - self._announced.keys())

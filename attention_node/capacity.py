@@ -31,6 +31,6 @@ def rows_within(limit_bytes: int, shapes: Sequence[AttentionShape]) -> int:
 
 
 def _largest_row_bytes(shape: AttentionShape) -> int:
-    """Of one row in the backward pass, request and reply together."""
+    """The bytes of one row in the backward pass, request and reply together."""
     query = 2 * shape.q_row_bytes + shape.o_row_bytes + 2 * shape.lse_row_bytes
     return max(query, 2 * shape.kv_row_bytes)

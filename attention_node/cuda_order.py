@@ -21,7 +21,7 @@ def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Eve
 
 
 def launched_work(device: torch.device) -> Callable[[], bool] | None:
-    """Tells whether everything launched so far on the current stream has run; None on a CPU, where
-    it has."""
+    """Returns a query of whether everything launched so far on the current stream has run; None on
+    a CPU, where it has."""
     event = record_event(device)
     return None if event is None else event.query

@@ -23,7 +23,7 @@ class ExchangeTimer:
         self._began_at = time.monotonic()
 
     def times(self) -> ExchangeTimes:
-        """Where the time went until now."""
+        """The times until now."""
         seconds = time.monotonic() - self._began_at
         # A call that ran already when the rows arrived is counted from their arrival on.
         kernel_seconds = min(self._open_tick.kernel_seconds - self._kernel_before, seconds)

@@ -31,14 +31,15 @@ from distca.contract.timeouts import default_seconds
 logger = logging.getLogger(__name__)
 
 DEFAULT_FUSE_QK_PAIRS = {"cpu": 8 * 2**20, "cuda": 2**29}
-"""By device type: a call that has this many query-key pairs is not made longer: more would not use
-the device any better, and would only hold back the replies of what is in it. On an H200 it runs for
-15 ms with 32 heads of 128; an in-place server's calls each wait for a matrix product to end."""
+"""The limit by device type: a call that has this many query-key pairs is not made longer: more
+would not use the device any better, and would only hold back the replies of what is in it. On an
+H200 it runs for 15 ms with 32 heads of 128; an in-place server's calls each wait for a matrix
+product to end."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What one kernel call was: for metrics and traces.
+    """One kernel call, for metrics and traces.
 
     Attributes:
         phase: forward or backward.

@@ -17,7 +17,7 @@ PROTOCOL_VERSION: Final = 8
 
 
 class HelloRefusal(StrEnum):
-    """What is wrong with a hello."""
+    """The reasons to refuse a hello."""
 
     MALFORMED = "malformed"
     VERSION = "version"
@@ -84,7 +84,7 @@ def check_proof(
     Args:
         message: what the client says.
         claim: what it can prove.
-        server_id: of the server that hears it.
+        server_id: of this server.
         job: the open job that it names, if there is one.
     """
     key = job.verification_key if job is not None else _NO_JOB
@@ -109,7 +109,7 @@ def check_hello(message: data_plane_pb2.Hello, server_id: str, job: JobDescripti
 
     Args:
         message: what the rank says.
-        server_id: of the server that hears it.
+        server_id: of this server.
         job: the rank's.
     """
     if message.server_id != server_id:

@@ -24,7 +24,7 @@ class MessageMemory:
             pool.on_free(on_free)
 
     def has_room(self, messages: MessagePair) -> bool:
-        """Whether there is memory for ``messages`` now."""
+        """Returns whether there is memory for ``messages`` now."""
         room_bytes = self._pool.room_bytes
         return room_bytes is None or room_bytes >= messages.pool_bytes
 

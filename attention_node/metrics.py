@@ -13,8 +13,8 @@ from core_attention.ca_task import Phase
 from distca.metric_table import Label, Reading, ReadTable, Table, counter, gauge, histogram
 
 STALE_REASONS = ("epoch", "job", "size", "checksum")
-"""Why a message is refused: of an earlier epoch, of a job that is not served, of a wrong length,
-damaged on the way."""
+"""The reasons to refuse a message: of an earlier epoch, of a job that is not served, of a wrong
+length, damaged on the way."""
 
 _PREFIX = "distca_attention_node"
 _PARTS = ("wait", "transport", "kernel")
@@ -23,7 +23,7 @@ _PHASE = Label("phase", tuple(Phase))
 
 
 class NodeTable(Table):
-    """What a server has run and refused."""
+    """A server's work and refusals."""
 
     prefix = _PREFIX
 
@@ -81,7 +81,7 @@ class LoadTable(Table):
 
 
 class NodeMetrics:
-    """What one server has run. Thread-safe.
+    """Counts one server's work. Thread-safe.
 
     Args:
         registry: of the process.

@@ -25,7 +25,7 @@ class TickGivenUp(RuntimeError):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """One rank's side of a tick: what it sent, where its results go, and whom to tell.
+    """One rank's side of a tick: what it sent, where its results go, and whom to inform.
 
     Attributes:
         inputs: q, k and v, and for backward also do, lse and delta, as in
@@ -82,17 +82,17 @@ class OpenTick:
 
     @property
     def tick(self) -> Tick:
-        """Which exchange."""
+        """The exchange."""
         return self.machine.tick
 
     @property
     def closed(self) -> bool:
-        """Whether the tick is over: complete, failed or dropped."""
+        """Returns whether the tick is over: complete, failed or dropped."""
         return self.machine.closed
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it was given up, or None."""
+        """The reason why it was given up, or None."""
         return self.machine.failure
 
     def arrive(self, rank: int, source: Source) -> list[int]:
@@ -159,7 +159,8 @@ class OpenTick:
             self._assembled.clear()
 
     def give_up(self, error: BaseException) -> None:
-        """Ends the tick without results: every source that has arrived and got no reply is told."""
+        """Ends the tick without results, and fails every source that has arrived and got no
+        reply."""
         if self.closed:
             return
         unanswered = [self._sources[rank] for rank in self.machine.give_up(error)]

@@ -25,7 +25,7 @@ class PlanThreads:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was handed in has been taken in."""
+        """Returns whether all that was handed in has been taken in."""
         return not self._waiting
 
     def add(self, owner: str, take_in: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 Three threads: one sends heartbeats, one watches for jobs and plans
 (:mod:`distca.contract.lifeline`), one sends reports (:mod:`distca.contract.outbox`). While the
 control plane is away the node goes on serving what it has. A control plane that does not know the
-node (it has started again) is told of it anew, and nothing changes for the jobs. One that took the
+node (it has started again) gets to know it, and nothing changes for the jobs. One that took the
 lease away has given the node's work to others: then everything is dropped first.
 """
 
@@ -70,7 +70,7 @@ class PoolContact(Contact):
         self.events = self._jobs.WatchServer(jobs_pb2.WatchServerRequest(lease_id=self.lease_id))
 
     def report_step(self, job_id: str, step: int, measured: jobs_pb2.ServerMeasurement) -> None:
-        """Tells what was measured."""
+        """Reports the measurements of a step."""
         self.call(
             self._jobs.ReportStep,
             jobs_pb2.ReportStepRequest(
@@ -79,7 +79,7 @@ class PoolContact(Contact):
         )
 
     def report_rank_lost(self, job_id: str, rank: int) -> None:
-        """Tells that the connection to a rank was reset."""
+        """Reports that the connection to a rank was reset."""
         self.call(
             self._membership.ReportRankLost,
             membership_pb2.ReportRankLostRequest(lease_id=self.lease_id, job_id=job_id, rank=rank),
@@ -165,7 +165,7 @@ class PoolLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the control plane can be reached, as far as is known."""
+        """Returns whether the control plane can be reached, as far as is known."""
         return self._lifeline.contact is not None
 
     def join(self) -> None:
@@ -195,7 +195,7 @@ class PoolLink:
 
     def report_rank_lost(self, job_id: str, rank: int) -> None:
         """Reports that the connection to a rank was reset, unless the rank makes another before the
-        control plane can be told."""
+        control plane can be informed."""
         if self._left:
             return
         self._outbox.put(

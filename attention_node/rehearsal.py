@@ -138,7 +138,7 @@ def rehearse_tick(
     tick = OpenTick(machine, route, shape, 1.0, device, on_closed=_nothing)
     n_rows = plan.manifest.tokens_per_rank(nano_batch).tolist()
     ranks = {
-        rank: _Rank(n_rows[rank], phase, pair, shape, device)
+        rank: _RehearsedRank(n_rows[rank], phase, pair, shape, device)
         for rank, pair in sorted(route.pairs.items())
     }
     ready = [i for rank, each in ranks.items() for i in tick.arrive(rank, each.source())]
@@ -152,7 +152,7 @@ def rehearse_tick(
         each.take_in()
 
 
-class _Rank:
+class _RehearsedRank:
     """A rank's side of a tick: the local one's own tensors, or messages."""
 
     def __init__(
@@ -189,7 +189,7 @@ class _Rank:
             row_dots(packed["do"], packed["do"])
 
     def source(self) -> Source:
-        """What the rank hands in."""
+        """The rank's rows, as it hands them in."""
         if self._local:
             inputs, outputs = self._packed, {**self._packed, **self._partial}
         else:

@@ -1,4 +1,4 @@
-"""What a server knows of a job and of each of its steps, and where the time of its ticks went."""
+"""A server's knowledge of a job and of each of its steps, and where the time of its ticks went."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from distca.contract.codec import pipelining_from_proto, shape_from_proto
 from distca.v1 import jobs_pb2
 
 UNDISTURBED_QUANTILE = 0.25
-"""Of the times of equal ticks. Not the least one, which a single mismeasured tick would decide."""
+"""The quantile of the times of equal ticks. Not the least one, which a single mismeasured tick
+would decide."""
 
 _Key = tuple[int, Phase, int]
-"""Of ticks that run the same tasks: nano-batch, phase and stretch."""
+"""The key of ticks that run the same tasks: nano-batch, phase and stretch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDescription:
-    """What all members of a job agree on.
+    """The facts of a job that all its members agree on.
 
     Attributes:
         job_id: from the control plane.
@@ -65,24 +66,25 @@ class JobDescription:
     pipelining: Pipelining | None = None
 
     def seals(self, connection: Connection) -> bool:
-        """Whether the messages of a connection, whose handshake is over, carry a checksum."""
+        """Returns whether the messages of a connection, whose handshake is over, carry a
+        checksum."""
         return connection.leaves_host if self.checksums is None else self.checksums
 
     @cached_property
     def order(self) -> TickOrder | None:
-        """In which its ranks come to their ticks, if they form pipelines."""
+        """The order in which its ranks come to their ticks, if they form pipelines."""
         if self.pipelining is None:
             return None
         return tick_order(self.pipelining, self.n_nano_batches)
 
     def first_ticks(self, plan: Plan, first_tick: Int64Array | None) -> FirstTicks:
-        """Which documents of ``plan`` take part in which ticks."""
+        """The documents of ``plan`` that take part in each tick."""
         rank_layers = self.pipelining.rank_layers if self.pipelining is not None else None
         return FirstTicks(plan.manifest, first_tick, rank_layers)
 
     @classmethod
     def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
-        """What the control plane says of a job before any plan."""
+        """Reads the control plane's description of a job, which comes before any plan."""
         return cls(
             job_id=opened.job_id,
             verification_key=opened.verification_key,
@@ -131,7 +133,7 @@ def undisturbed_seconds(ticks: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeTimes:
-    """Where the time of one rank's part of a tick went, seen from the server.
+    """The times of one rank's part of a tick, seen from the server.
 
     Attributes:
         tick: which exchange.
@@ -163,12 +165,13 @@ class MessagePair:
 
     @property
     def owes_reply(self) -> bool:
-        """Whether the rank waits for rows before it goes on; not if it gives only keys, forward."""
+        """Returns whether the rank waits for rows before it goes on; not if it gives only keys,
+        forward."""
         return self.reply.nbytes > 0
 
     @property
     def pool_bytes(self) -> int:
-        """What a pool takes for both."""
+        """The bytes that a pool takes for both."""
         return size_class_bytes(self.request.nbytes) + size_class_bytes(self.reply.nbytes)
 
 
@@ -247,7 +250,7 @@ class ServedStep:
                 kernel.prepare(part.tasks, phase)
 
     def held_bytes(self) -> Mapping[Any, list[int]]:
-        """By phase, the sizes in bytes of all messages that are held at a time: of each rank and
+        """The sizes in bytes of all messages that are held at a time, by phase: of each rank and
         nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines by
         slot, of each rank those of its action there."""
         if self.job.order is not None:
@@ -263,7 +266,7 @@ class ServedStep:
         return held
 
     def _sizes(self, rank: int, tick: Tick) -> list[int]:
-        """Of the messages that are held at a time of a rank's ticks such as this."""
+        """The sizes of the messages that are held at a time of a rank's ticks such as this."""
         pair = self.messages(rank, tick)
         return [pair.request.nbytes, pair.reply.nbytes] * (1 if pair.owes_reply else 2)
 
@@ -283,7 +286,7 @@ class ServedStep:
             return self._open[tick]
 
     def busy(self) -> StepBusy:
-        """Of the ticks that are over. Call it on the executor's thread."""
+        """The kernel seconds of the ticks that are over. Call it on the executor's thread."""
         seconds = {phase: [0.0] * self.job.n_nano_batches for phase in Phase}
         backward_layers = [0] * self.job.n_nano_batches
         for (nano_batch, phase, _), ticks in self._busy.items():

@@ -1,4 +1,4 @@
-"""The node's process: builds the parts, serves until it is told to stop, closes.
+"""The node's process: builds the parts, serves until it is stopped, closes.
 
 A node ends in one of three ways: SIGTERM, SIGINT or an operator's drain let planned steps finish
 and exit with 0, or 130 after SIGINT; losing the control plane raises
@@ -163,8 +163,8 @@ class AttentionNode(Host):
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
 
     def start(self) -> None:
-        """Listens, measures its cost profiles, then registers: nobody hears of a server that cannot
-        be reached. Whoever asks meanwhile hears that it lives and does not serve yet."""
+        """Listens, measures its cost profiles, then registers: a server that cannot be reached is
+        not announced. Health checks meanwhile say that it lives and does not serve yet."""
         settings = self._settings
         data_address = self._transport.listen(
             settings.rows_host, settings.data_port, self._ticks.accept
@@ -243,9 +243,8 @@ class AttentionNode(Host):
         seconds = self._executor.oldest_ready_seconds
         if seconds > self._settings.stuck_seconds:
             raise ExecutorStuck(
-                f"the executor has had work for {seconds:.0f} s and finished none of it, "
-                f"stuck_seconds is {self._settings.stuck_seconds:g}: the device hangs, or one "
-                "kernel call takes longer than that"
+                f"the executor has finished none of its work for {seconds:.0f} s, stuck_seconds is "
+                f"{self._settings.stuck_seconds:g}: the device hangs or is too slow"
             )
 
     def _drop_forgotten_jobs(self) -> None:

@@ -1,4 +1,4 @@
-"""What the operator of an attention node may choose; validated on creation.
+"""The settings of an attention node; validated on creation.
 
 Fields with a help text are command-line options of ``distca attention-node``, which is built from
 this class; importing this module is cheap.
@@ -53,7 +53,7 @@ def _bytes_of_limit(mebibytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings(ClientTls):
-    """How an attention node runs.
+    """The settings of an attention node.
 
     Attributes:
         profile_shapes: the planner needs one that fits the job, or one to scale from.
@@ -176,7 +176,7 @@ class NodeSettings(ClientTls):
 
     @property
     def planned_rows(self) -> int:
-        """The capacity that the planner is told; 0 is without limit."""
+        """The capacity that the planner counts with; 0 is without limit."""
         if self.capacity_rows or not self.buffer_limit_bytes:
             return self.capacity_rows
         return rows_within(self.buffer_limit_bytes, self.profile_shapes)

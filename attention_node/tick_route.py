@@ -1,5 +1,5 @@
-"""How one server runs a (nano-batch, phase): which tasks share tensors, what each waits for, and
-how its results find their way home. Derived once per step, used by every layer's tick.
+"""The route of one server for a (nano-batch, phase): which tasks share tensors, what each waits
+for, and how its results find their way home. Derived once per step, used by every layer's tick.
 
 Tasks are grouped into *parts*: all tasks with the same home, the same key tensor and the same set
 of ranks to wait for. The tasks of a part become ready at one moment, so a part runs whole and in
@@ -37,7 +37,7 @@ from core_attention.plan import Plan
 from core_attention.routing import PairRoute, derive_routes
 
 ASSEMBLED = -1
-"""In place of a rank: the key tensor that the server assembles from several pieces."""
+"""A number in place of a rank: the key tensor that the server assembles from several pieces."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class TickRoute:
     def outline(
         self, phase: Phase, *, owed: frozenset[int], message_bytes: Mapping[int, int]
     ) -> TickOutline:
-        """What a tick of ``phase`` asks of whom.
+        """The outline of a tick of ``phase``.
 
         Args:
             phase: the phase.
@@ -197,7 +197,7 @@ def derive_tick_route(
 
 
 class _DocumentKeys(NamedTuple):
-    """Where the keys of each document come from.
+    """The places that the keys of each document come from.
 
     Attributes:
         begin: ``[n_documents]`` row of position 0 in the tensor of the rank that holds it.
@@ -312,7 +312,7 @@ def _chosen_tasks(
 def _groups(
     chosen: _Tasks, keys: _DocumentKeys, ranks: list[int]
 ) -> list[tuple[Int64Array, frozenset[int]]]:
-    """Which of ``chosen`` form a part: those of equal query source, key source and ranks to wait
+    """Groups ``chosen`` into parts: tasks of equal query source, key source and ranks to wait
     for, sorted by these, each with the ranks."""
     number = {frozenset([rank]): at for at, rank in enumerate(ranks)}
     # Keys in one piece, which most are, need the rank that holds them.
@@ -373,7 +373,7 @@ def _part(
 
 
 def _assembly(route: PairRoute, begin: Int64Array, *, is_local: bool) -> RowCopies:
-    """What the route's rank contributes to the assembled keys.
+    """The pieces that the route's rank contributes to the assembled keys.
 
     A document's last task is assembled if any is, so all keys of such a document are wanted."""
     wanted = begin[route.kv_document] >= 0
@@ -385,7 +385,7 @@ def _assembly(route: PairRoute, begin: Int64Array, *, is_local: bool) -> RowCopi
 def _dk_sums(
     spans: list[_Spans], keys: _DocumentKeys, ranks: list[int]
 ) -> dict[int, tuple[tuple[int, RowCopy], ...]]:
-    """By rank, the rows of every part's dK that are at home on it; the target is the row in the
+    """The rows of every part's dK that are at home on each rank; the target is the row in the
     reply. Copies that follow one another on both sides are joined."""
     part = np.repeat(np.arange(len(spans)), [len(its.document) for its in spans])
     document, row, rows = map(np.concatenate, zip(*spans, strict=True))

@@ -58,7 +58,7 @@ from distca.v1 import data_plane_pb2
 logger = logging.getLogger(__name__)
 
 NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
-"""What a buffer pool raises when it has no room, or the device gives it none."""
+"""The exceptions of a buffer pool when it has no room, or the device gives it none."""
 
 LANE_DEADLINE_SECONDS = default_seconds("lane_deadline_seconds")
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
@@ -74,7 +74,7 @@ class _Peer:
     connection: Connection
 
     def fail(self, tick: Tick, server_id: str, error: BaseException) -> None:
-        """Tells the rank that it gets no result of ``tick``."""
+        """Ends the rank's connection, with the reason why it gets no result of ``tick``."""
         logger.warning("%s of rank %d: %s", tick, self.rank, error)
         self.connection.close(f"{tick} failed on server {server_id}: {error}")
 
@@ -182,18 +182,18 @@ class TickServer:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a rank is connected."""
+        """Returns whether a rank is connected."""
         with self._lock:
             return self._machine.has_ranks
 
     @property
     def idle(self) -> bool:
-        """Whether no planned step is unfinished and every reply has left."""
+        """Returns whether no planned step is unfinished and every reply has left."""
         with self._lock:
             return self._machine.idle
 
     def is_serving(self, last_step: int) -> bool:
-        """Whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
+        """Returns whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
         with self._lock:
             return self._machine.is_serving(last_step)
 
@@ -216,7 +216,7 @@ class TickServer:
         """Takes in the plan of a step, and posts receives for it where nothing comes before. A
         plan that came already (by step and epoch), that a recovery has made void, or of a job that
         is closed, is ignored.
-        One of a higher epoch than the step's plan so far tells of a recovery.
+        One of a higher epoch than the step's plan so far is a sign of a recovery.
 
         Args:
             job_id: the job.
@@ -409,7 +409,7 @@ class TickServer:
                     self._decide_soon(self._machine.retry)
                 case instructions.ReportWait(seconds):
                     self._metrics.memory_waited_for(seconds)
-                case instructions.Note(text, level):
+                case instructions.LogLine(text, level):
                     logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
     def _reserve_memory(self, step: ServedStep) -> None:

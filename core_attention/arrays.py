@@ -53,7 +53,7 @@ def distinct(values: Int64Array) -> Int64Array:
 
 
 def exclusive_cumsum(length: Int64Array) -> Int64Array:
-    """Where each run begins when the runs are laid one after another from 0."""
+    """The begin of each run when the runs are laid one after another from 0."""
     return np.asarray(np.cumsum(length) - length)
 
 

@@ -18,7 +18,7 @@ from core_attention.manifest import Manifest
 
 
 class MaskKind(IntEnum):
-    """Which keys of a document a query sees. Numbered as in ``distca/v1/profile.proto``."""
+    """The keys of a document that a query sees. Numbered as in ``distca/v1/profile.proto``."""
 
     CAUSAL = 1
     """Its own and those before it."""
@@ -146,7 +146,7 @@ class TaskTable:
         )
 
     def _check_homes(self, manifest: Manifest) -> None:
-        """Where a segment ends, a task ends; the tasks are a partition already."""
+        """Checks that a task ends where a segment ends; the tasks are a partition already."""
         if manifest.n_segments == manifest.n_documents:
             return
         inner = np.flatnonzero(manifest.segment_offset)

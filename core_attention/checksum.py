@@ -99,8 +99,8 @@ def verify(message: torch.Tensor, tag: int, key: bytes) -> None:
     nonce, code = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
     if not hmac.compare_digest(_code(polynomial, _pad(key, tag, nonce)), code):
         raise ChecksumMismatch(
-            f"a message of {len(message)} bytes does not have the checksum that its sender sealed "
-            "it with: memory or network changed it on the way, or somebody else did or sent it"
+            f"a message of {len(message)} bytes does not have its sender's checksum: it was "
+            "changed on the way, or somebody else sent it"
         )
 
 

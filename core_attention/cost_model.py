@@ -30,10 +30,10 @@ from core_attention.whole_file import write_whole
 PROFILE_VERSION = 1
 
 MOST_TOKENS = 2**31
-"""Of a grid: of as many, the query-key pairs still fit into 64 bits."""
+"""The most tokens of a grid: the query-key pairs of as many still fit into 64 bits."""
 
 LEAST_SECONDS, MOST_SECONDS = 1e-20, 1e20
-"""What a cell may hold, far beyond any device and task. A profile comes from another process, and
+"""The range of a cell, far beyond any device and task. A profile comes from another process, and
 planners divide by its rates and add up its seconds: neither may leave the range of numbers."""
 
 

@@ -1,4 +1,4 @@
-"""Where a plan begins and ends: the ticks in which each document takes part.
+"""The begin and end of a plan: the ticks in which each document takes part.
 
 A plan that replaces another one in the middle of a step takes up each document where the last of
 its ranks stands. In the first ticks of a lane, therefore, not all documents take part. A lane falls
@@ -59,7 +59,7 @@ class FirstTicks:
 
     @cached_property
     def _begins(self) -> dict[int, Int64Array]:
-        """By nano-batch with documents: where each of its stretches begins, in order."""
+        """The begin of each stretch of a nano-batch with documents, in order."""
         found = {}
         for nano_batch in np.unique(self._nano_batch):
             here = self._nano_batch == nano_batch

@@ -32,7 +32,7 @@ _ENTRIES = 4
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """What a launch needs besides addresses.
+    """The arguments of a launch besides addresses.
 
     Attributes:
         entries: int64 on the device, ``[n_sections, 4]``: rows, words (or numbers, of a sum) in a
@@ -160,7 +160,7 @@ def _table(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a kernel can read or write it by address, 16 bytes at a time."""
+    """Returns whether a kernel can read or write it by address, 16 bytes at a time."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 

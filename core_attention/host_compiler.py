@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _TRY_SECONDS = 30.0
-"""For the preprocessor on one line, which takes a tenth of a second."""
+"""The deadline of the preprocessor on one line, which takes a tenth of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Language:
 
     Attributes:
         name: for people.
-        option: how a compiler is told.
+        option: of the compiler.
         variable: environment variable that names the compiler.
         programs: names of compilers that are looked for otherwise, the preferred one first.
         package: Debian's name of the compiler.
@@ -39,21 +39,21 @@ class Language:
 
 
 C = Language(name="C", option="c", variable="CC", programs=("gcc", "clang"), package="gcc")
-"""What Triton looks for."""
+"""The compilers that Triton looks for."""
 
 CPP = Language(name="C++", option="c++", variable="CXX", programs=("g++",), package="g++")
-"""What torch.compile looks for on the CPU."""
+"""The compilers that torch.compile looks for on the CPU."""
 
 
 class Trouble(NamedTuple):
-    """Why something does not work, and what to do about it."""
+    """The reason why something does not work, and what to do about it."""
 
     cause: str
     advice: str
 
 
 def compiler_trouble(language: Language) -> Trouble | None:
-    """Why code that includes ``Python.h`` cannot be compiled here; None if it can."""
+    """The reason why code that includes ``Python.h`` cannot be compiled here; None if it can."""
     install = f"install {language.package} and python3-dev"
     named = os.environ.get(language.variable)
     found = shutil.which(named) if named else _first_of(language.programs)
@@ -84,7 +84,7 @@ def _first_of(programs: Sequence[str]) -> str | None:
 
 
 def _include_folder() -> str:
-    """Where ``Python.h`` is looked for."""
+    """The folders where ``Python.h`` is looked for."""
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder for what users install.
     return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]

@@ -28,7 +28,7 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`wait` returns at once."""
+        """Returns whether :meth:`wait` returns at once."""
         return self._copied is None or self._copied.query()
 
     def wait(self) -> torch.Tensor:

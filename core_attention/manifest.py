@@ -60,7 +60,7 @@ class SegmentColumns(NamedTuple):
 
 
 class RankManifest:
-    """What one rank holds in one step. Equal to another of equal values; never changed.
+    """The documents of one rank in one step. Equal to another of equal values; never changed.
 
     Args:
         step: the training step, from 0.
@@ -107,7 +107,7 @@ class RankManifest:
 
     @cached_property
     def nano_batches(self) -> tuple[tuple[Segment, ...], ...]:
-        """For each nano-batch, its segments in packed order (row 0 first)."""
+        """The segments of each nano-batch in packed order (row 0 first)."""
         packed: list[list[Segment]] = [[] for _ in range(self.n_nano_batches)]
         for nano, *segment in zip(*(column.tolist() for column in self.columns), strict=True):
             packed[nano].append(Segment(*segment))
@@ -152,7 +152,7 @@ def _integers(step: int, rank: int, values: list[int]) -> Int64Array:
 
 
 _NOUNS = {"segment": "segment", "carried": "carried part"}
-"""Of rows, in errors."""
+"""The name of rows in errors."""
 
 
 def _nothing() -> Int64Array:
@@ -263,7 +263,8 @@ class Manifest:
 
     @cached_property
     def held(self) -> HeldRows:
-        """Who takes part in the ticks of which document: by its segments, then by carried keys."""
+        """The ranks that take part in the ticks of each document: by its segments, then by carried
+        keys."""
         if not self.n_carried:
             return HeldRows(self.segment_document, self.segment_offset, self.segment_rank)
         return HeldRows(
@@ -396,13 +397,13 @@ class Manifest:
             document = self.document_id[first[np.flatnonzero(wrong)[0]]]
             nanos = self.document_nano_batch[self.document_id == document]
             raise ManifestError(
-                f"document {document} appears in nano-batches {nanos.tolist()}; ids are unique in "
-                "a step, but for a document that begins in nano-batch 0 and goes on in nano-batch "
-                "1, or in 2 and 3, and so on, where nano-batches are even in number"
+                f"document {document} appears in nano-batches {nanos.tolist()}; only one that is "
+                "cut between a pair (0 and 1, 2 and 3) may appear twice"
             )
 
     def _check_carried(self) -> None:
-        """What a document carries over, an earlier nano-batch has; a slice may not hold that."""
+        """Checks that an earlier nano-batch has what a document carries over; slices may not hold
+        it."""
         first, second = self._parts
         has_none_before = _before(self.document_nano_batch, self.n_nano_batches) < 0
         wrong = (self.document_begin > 0) & (self.whole | has_none_before)
@@ -450,18 +451,17 @@ class Manifest:
             what = "overlaps" if offset[at] < expected[at] else "leaves a gap after"
             its = int(document[at])
             raise ManifestError(
-                f"document {self.document_id[its]}: the {noun} at offset {offset[at]} (length "
-                f"{length[at]}, rank {rank[at]}, nano-batch {self.document_nano_batch[its]}) "
-                f"{what} the {noun}s before it, which end at {expected[at]}; {noun}s must "
-                f"partition [{begin[its]}, {end[its]})"
+                f"document {self.document_id[its]}: the {noun} at offset {offset[at]} (rank "
+                f"{rank[at]}, nano-batch {self.document_nano_batch[its]}) {what} those before it, "
+                f"which end at {expected[at]}; they must partition [{begin[its]}, {end[its]})"
             )
         wrong = np.flatnonzero(run_end[first[some + 1] - 1] != end[some])
         if wrong.size:
             its = int(some[wrong[0]])
             raise ManifestError(
                 f"document {self.document_id[its]}: its {noun}s end at "
-                f"{run_end[first[its + 1] - 1]}, its length is {end[its]}; {noun}s "
-                "must partition [0, length): is one missing, or on a rank of another job?"
+                f"{run_end[first[its + 1] - 1]}, its length is {end[its]}: is one missing, or on a "
+                "rank of another job?"
             )
 
     def _check_rows(self) -> None:
@@ -488,8 +488,8 @@ class Manifest:
             at = int(order[np.flatnonzero(wrong)[0]])
             raise ManifestError(
                 f"document {self.document_id[runs.document[at]]}: its segment at offset "
-                f"{runs.offset[at]} begins at row {runs.row[at]} of rank {runs.rank[at]}, where "
-                "another segment lies or after a gap; packed rows are covered once, from row 0"
+                f"{runs.offset[at]} begins at row {runs.row[at]} of rank {runs.rank[at]}; packed "
+                "rows are covered once, from row 0"
             )
 
     def _runs(self, kind: str) -> _Runs:
@@ -553,9 +553,8 @@ def _carry(
         at = int(np.flatnonzero(idle)[0])
         where = f"nano-batch {nano[at]}"
         raise ManifestError(
-            f"document {ids[document[at]]} goes on in {where}, which needs its keys of rank "
-            f"{rank[at]}, and rank {rank[at]} has no rows in {where}: it would take part in "
-            "no tick there; give it some, or keep the document in one nano-batch"
+            f"document {ids[document[at]]} goes on in {where}, and rank {rank[at]} has no rows in "
+            f"{where}: give it some, or keep the document in one nano-batch"
         )
     # By document and position within each rank's nano-batch, after the rank's own rows.
     order = np.lexsort((runs.offset[chosen], document, nano, rank))

@@ -69,18 +69,19 @@ class MessageLayout:
 
 
 def request_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
-    """What ``route.rank`` sends to ``route.server`` in a tick of ``phase``."""
+    """The layout of what ``route.rank`` sends to ``route.server`` in a tick of ``phase``."""
     return _layout(_REQUEST[phase], route.n_q_rows, route.n_kv_rows, shape)
 
 
 def reply_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
-    """What ``route.server`` sends back; empty for a rank that gave only K/V in a forward tick."""
+    """The layout of what ``route.server`` sends back; empty for a rank that gave only K/V in a
+    forward tick."""
     return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape)
 
 
 def edge_layout(n_rows: int, shape: AttentionShape, phase: Phase) -> MessageLayout:
-    """What two ranks exchange of ``n_rows`` edge keys of a layer that is computed at home: k and v,
-    backward dk and dv, float32, which their owner adds to its own.
+    """The layout of what two ranks exchange of ``n_rows`` edge keys of a layer that is computed at
+    home: k and v, backward dk and dv, float32, which their owner adds to its own.
 
     Args:
         n_rows: of keys.

@@ -53,5 +53,5 @@ def message_rows(
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels can run on ``device``."""
+    """Returns whether Triton's kernels can run on ``device``."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

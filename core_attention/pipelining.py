@@ -11,17 +11,17 @@ from core_attention.errors import ScheduleError
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 
 LEAST_SECONDS, MOST_SECONDS = 1e-18, 1e6
-"""What a token may take through a stage, far beyond any model. They come from another process, and
-planners add them up and divide by them: neither may leave the range of numbers."""
+"""The range of what a token takes through a stage, far beyond any model. They come from another
+process, and planners add them up and divide by them: neither may leave the range of numbers."""
 
 MOST_SLOTS = 100
-"""Of an action, in slots of a forward: so many more slots there are to plan. A backward that
-recomputes everything takes three."""
+"""The range of an action, in slots of a forward: so many more slots there are to plan. A backward
+that recomputes everything takes three."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelining:
-    """What all ranks of a job with pipelines agree on.
+    """The facts that all ranks of a job with pipelines agree on.
 
     Attributes:
         schedule: what each rank of a pipeline runs.
@@ -183,12 +183,12 @@ class Pipelining:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """What runs side by side, in slots of equal length; see :func:`side_by_side`."""
+        """The actions that run side by side, in slots of equal length; see :func:`side_by_side`."""
         return side_by_side(self.schedule, self.kind_slots)
 
 
 def _first_difference(own: Schedule, other: Schedule) -> str:
-    """What ``other`` is or runs, instead of ``own``."""
+    """The difference of ``other`` from ``own``, in words."""
     sizes = [
         f"{each.name} of {each.n_stages} stages on {each.n_ranks} ranks and "
         f"{each.n_microbatches} microbatches"

@@ -14,12 +14,12 @@ from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 
 PROMISE = 0.02
-"""By how much a plan may exceed its tolerance and still keep it: cuts are aligned, and the level
-itself depends on them."""
+"""The factor by which a plan may exceed its tolerance and still keep it: cuts are aligned, and the
+level itself depends on them."""
 
 
 class PlanVerdict(StrEnum):
-    """Whether a plan keeps its tolerance, and what is known of why not. The worst phase counts."""
+    """The verdict on a plan's tolerance, and what is known of why not. The worst phase counts."""
 
     KEPT = "kept"
     """No server is more than tolerance + 0.02 above the level, at which all would finish."""
@@ -32,7 +32,7 @@ class PlanVerdict(StrEnum):
 
     @classmethod
     def of_imbalance(cls, imbalance: float, tolerance: float) -> PlanVerdict:
-        """Where no more is known of a plan than its imbalance, 1.0 being perfect."""
+        """The verdict where no more is known of a plan than its imbalance, 1.0 being perfect."""
         return cls.KEPT if imbalance <= 1.0 + tolerance + PROMISE else cls.MISSED
 
 
@@ -53,7 +53,7 @@ class PlanServer:
 
 @dataclass(frozen=True, eq=False)
 class PhaseForecast:
-    """What the planner expects of one phase of a step, for each nano-batch.
+    """The planner's forecast of one phase of a step, for each nano-batch.
 
     Attributes:
         home_seconds: ``[n_nano_batches, n_ranks]`` busy seconds if nothing moved.
@@ -91,7 +91,7 @@ class PhaseForecast:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SlotForecast:
-    """What the planner expects of each slot of a pipeline schedule, all layers, for each half of
+    """The planner's forecast of each slot of a pipeline schedule, all layers, for each half of
     the microbatches (one where a microbatch is one nano-batch).
 
     Attributes:
@@ -125,7 +125,7 @@ class SlotForecast:
 
     @property
     def step_imbalance(self) -> float:
-        """By which factor the slots together take longer than their levels."""
+        """The factor by which the slots together take longer than their levels."""
         return self._over_levels(self.seconds)
 
     @property
@@ -134,7 +134,7 @@ class SlotForecast:
         return self._over_levels(self.home_seconds)
 
     def measured(self, attention_seconds: Float64Array) -> SlotForecast:
-        """What the slots took by what servers measured of the whole step.
+        """The seconds of the slots by what servers measured of the whole step.
 
         A server runs tasks of several slots side by side, so each one's seconds are spread over the
         slots as the planner expected them.
@@ -190,7 +190,7 @@ class Plan:
     slots: SlotForecast | None = None
     verdict: PlanVerdict | None = None
     tasks_are_valid: InitVar[bool] = False
-    """Whether who makes the plan has checked the tasks; if not, they are checked here."""
+    """Returns whether who makes the plan has checked the tasks; if not, they are checked here."""
 
     def __post_init__(self, tasks_are_valid: bool) -> None:
         if len({server.server_id for server in self.servers}) != len(self.servers):

@@ -2,7 +2,7 @@
 
 Cells are measured from the cheapest to the dearest, after one of middling size. One that no longer
 fits the time budget is extrapolated from the nearest measured one by its query-key pairs. Long
-tasks run at nearly the same rate, so it is the dear cells that can be told from the others.
+tasks run at nearly the same rate, so it is the dear cells that stand out from the others.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileGrid:
-    """What to measure, and for how long.
+    """A measurement: its grid, and how long it may take.
 
     Attributes:
         q_tokens, kv_tokens: increasing from 1.
@@ -110,13 +110,14 @@ QUICK_GRIDS = {
         budget_seconds=10.0,
     ),
 }
-"""For a server that starts without a cached profile; by device type. A GPU computes whole tiles, so
-its shortest tasks differ little, and documents that fill its memory are worth the time."""
+"""The plan of a server that starts without a cached profile, by device type. A GPU computes whole
+tiles, so its shortest tasks differ little, and documents that fill its memory are worth the
+time."""
 
 FULL_GRID = ProfileGrid(
     q_tokens=_powers_of_two(32768), kv_tokens=_powers_of_two(2**19), budget_seconds=300.0
 )
-"""For ``distca profile``: once per type of device, kernel and attention shape."""
+"""The plan of ``distca profile``: once per type of device, kernel and attention shape."""
 
 
 def load_or_measure(

@@ -34,7 +34,8 @@ from core_attention.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class PairRoute:
-    """What travels between one home rank and one server in every tick of a (nano-batch, phase).
+    """The rows that travel between one home rank and one server in every tick of a (nano-batch,
+    phase).
 
     Attributes:
         rank: home of the rows.

@@ -25,7 +25,7 @@ from core_attention.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action computes; the letters are those of PyTorch's schedules."""
+    """The kind of an action; the letters are those of PyTorch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -60,7 +60,7 @@ class Action(NamedTuple):
 
 
 Slot = tuple[Action | None, ...]
-"""What each rank runs, None where it idles."""
+"""The actions of each rank, None where it idles."""
 
 _ACTION = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -132,11 +132,12 @@ class Schedule:
 
     @cached_property
     def keeps_in_step(self) -> bool:
-        """Whether each slot has actions of one kind only, so that slots may last unequally long."""
+        """Returns whether each slot has actions of one kind only, so that slots may last unequally
+        long."""
         return all(len({action.kind for action in slot if action}) <= 1 for slot in self.slots)
 
     def order(self, rank: int) -> list[Action]:
-        """What ``rank`` runs, one after the other."""
+        """The actions of ``rank``, one after the other."""
         return [slot[rank] for slot in self.slots if slot[rank] is not None]  # type: ignore[misc]
 
     def in_flight(self, rank: int) -> float:
@@ -167,7 +168,7 @@ class Schedule:
 
     @cached_property
     def has_backwards_in_parts(self) -> bool:
-        """Whether gradients of inputs and of weights are separate actions somewhere."""
+        """Returns whether gradients of inputs and of weights are separate actions somewhere."""
         return any(action.kind is Kind.BACKWARD_INPUT for action in self._actions)
 
     @cached_property
@@ -194,7 +195,7 @@ class Schedule:
         return frozenset(self._actions)
 
     def _check_numbers(self) -> None:
-        """Whoever numbers from 0 without gaps has no number as high as there are actions."""
+        """Numbers from 0 without gaps are below the number of actions."""
         for action in self._actions:
             if max(action.stage, action.microbatch) >= len(self._actions):
                 raise ScheduleError(
@@ -228,7 +229,7 @@ class Schedule:
                     )
 
     def needs(self, action: Action) -> list[Action]:
-        """What must have ended before ``action`` can begin."""
+        """The actions that must have ended before ``action`` can begin."""
         return [needed for needed in _needs(action, self.n_stages) if needed in self._runs]
 
 
@@ -254,7 +255,7 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
 
 
 def side_by_side(schedule: Schedule, n_slots: Mapping[Kind, int]) -> tuple[Slot, ...]:
-    """What runs side by side where kinds take unequally long.
+    """The actions that run side by side where kinds take unequally long.
 
     Args:
         schedule: its orders count, not its slots, unless it keeps ranks in step.
@@ -333,7 +334,7 @@ def read_csv(name: str, text: str) -> Schedule:
 
 
 def is_cell_of_actions(text: str) -> bool:
-    """Whether ``text`` holds actions as CSV files have them: not so waits, or reductions of
+    """Returns whether ``text`` holds actions as CSV files have them: not so waits, or reductions of
     gradients."""
     return any(pattern.fullmatch(text) for pattern in (_ACTION, _OVERLAPPED))
 

@@ -153,7 +153,7 @@ def _choose(
     begun: Mapping[Kind, list[int]],
     done: set[Action],
 ) -> Action | None:
-    """What ``stage`` runs next in a zero-bubble schedule."""
+    """The action that ``stage`` runs next in a zero-bubble schedule."""
     f, i, w = (
         begun[kind][stage] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
@@ -181,4 +181,4 @@ SCHEDULES: Mapping[str, Order] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-"""By name."""
+"""The schedules by name."""

@@ -1,4 +1,5 @@
-"""How scores become weights, besides the softmax itself: which keys count, and the softcap."""
+"""The rules by which scores become weights, besides the softmax itself: which keys count, and the
+softcap."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from core_attention.ca_task import MaskKind
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRule:
-    """What a kernel call does with the scores of its tasks.
+    """The rule of a kernel call for the scores of its tasks.
 
     Attributes:
         mask: which keys a query sees.

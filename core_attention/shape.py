@@ -54,7 +54,7 @@ class AttentionShape:
 
     @property
     def rule(self) -> ScoreRule:
-        """What kernels do with the scores."""
+        """The kernels' rule for the scores."""
         return ScoreRule(mask=self.mask, softcap=self.softcap)
 
     @property
@@ -64,7 +64,7 @@ class AttentionShape:
 
     @property
     def default_softmax_scale(self) -> float:
-        """What multiplies q.k before the softmax unless a model says otherwise."""
+        """The factor of q.k before the softmax unless a model says otherwise."""
         return 1.0 / math.sqrt(self.head_dim)
 
     @property
@@ -126,9 +126,8 @@ def parse_shape(text: str) -> AttentionShape:
     numbers = (*parts[:2], *dims, softcap.replace(".", "", 1))
     if not 1 <= len(dims) <= 2 or not all(number.isdecimal() for number in numbers):
         raise ValueError(
-            f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM:DTYPE, for example "
-            "32:8:128:bfloat16, HEAD_DIM as 192/128 if values have another one, and the softcap "
-            "of scores, if there is one, at the end: 8:4:256:bfloat16:50"
+            f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM[/HEAD_DIM_V]:DTYPE[:SOFTCAP], for "
+            "example 32:8:128:bfloat16, 32:32:192/128:bfloat16 or 8:4:256:bfloat16:50"
         )
     try:
         return AttentionShape(

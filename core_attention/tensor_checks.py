@@ -62,8 +62,7 @@ def check_rows(
     if came[0] != expected_shape[0]:
         raise TensorError(
             f"{name} has {came[0]} rows; the manifest gives this rank {expected_shape[0]} in this "
-            "nano-batch: pass exactly its packed rows, without padding, or send a manifest that "
-            "matches them"
+            "nano-batch: pass its packed rows without padding"
         )
     if tensor.dtype is not getattr(torch, dtype):
         raise TensorError(
@@ -82,10 +81,8 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Checks that the rows of ``tensor`` lie one after another in memory, without gaps."""
     if not tensor.is_contiguous():
         raise TensorError(
-            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; its rows must "
-            f"be contiguous, with strides {_contiguous_strides(tensor.shape)}: pass "
-            f"{name}.contiguous() (slices of a fused QKV projection, transposed and expanded "
-            "tensors need it)"
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, not "
+            f"{_contiguous_strides(tensor.shape)}: pass {name}.contiguous()"
         )
 
 
@@ -94,14 +91,14 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _batch_hint(came: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """What to do about a leading batch dimension, the usual mistake."""
+    """Advice about a leading batch dimension, the usual mistake."""
     if len(came) != len(expected) + 1:
         return ""
     return "; documents are packed, not batched: drop the batch dimension with .flatten(0, 1)"
 
 
 def _transpose_hint(came: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """What to do about heads before rows, the layout of scaled_dot_product_attention."""
+    """Advice about heads before rows, the layout of scaled_dot_product_attention."""
     if (came[1], came[0], *came[2:]) != expected:
         return ""
     return "; its heads come before its rows: pass .transpose(0, 1).contiguous()"

@@ -31,7 +31,7 @@ _Place = tuple[int, Phase, int]
 
 @dataclass(frozen=True)
 class TickOrder:
-    """What each rank runs, by the ticks of its actions.
+    """The actions of each rank, by their ticks.
 
     Attributes:
         rows: nano-batches of a microbatch.
@@ -52,13 +52,13 @@ class TickOrder:
 
     def slots(self, rank: int, tick: Tick) -> tuple[int, ...]:
         """The slots of the schedule in which ``rank`` comes to ``tick``, one of its own, as far as
-        the schedule can tell."""
+        the schedule shows."""
         earliest, latest = self.turn(rank, tick)
         slots = self.turn_slots[self.pipeline_ranks[rank]]
         return slots[earliest] if earliest == latest else slots[earliest] + slots[latest]
 
     def row(self, tick: Tick) -> int:
-        """Which of its microbatch's nano-batches a tick is of."""
+        """The number of a tick's nano-batch within its microbatch."""
         return tick.nano_batch % self.rows
 
 

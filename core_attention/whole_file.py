@@ -75,7 +75,8 @@ def check_can_write_all(*paths: Path | None) -> None:
 
 
 def check_can_write(path: Path) -> None:
-    """For work that takes long and is written at its end. Makes the folder of ``path``.
+    """Checks a path for work that takes long and is written at its end. Makes the folder of
+    ``path``.
 
     Raises:
         OSError: :func:`write_whole` would raise it now.
@@ -109,13 +110,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is, or leads to, neither a file nor a folder, and so must not be replaced; links
-    such as /dev/stdout lead to what has no name."""
+    """Returns whether it is, or leads to, neither a file nor a folder, and so must not be replaced;
+    links such as /dev/stdout lead to what has no name."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _target(path: Path) -> Path:
-    """What a symbolic link leads to, else ``path``."""
+    """The target of a symbolic link, else ``path``."""
     if not path.is_symlink():
         return path
     try:
@@ -125,5 +126,5 @@ def _target(path: Path) -> Path:
 
 
 def _partial(path: Path) -> Path:
-    """Where this thread writes before the whole is put at ``path``."""
+    """The file that this thread writes to before the whole is put at ``path``."""
     return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")

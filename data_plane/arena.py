@@ -1,6 +1,6 @@
 """Ranges of a few large slabs of memory, taken and given back; neighbours that are free become one.
 
-Sizes of messages change with every plan. Memory that is cut anew each time comes to what is held at
+Sizes of messages change with every plan. Memory that is cut each time comes to what is held at
 a time, where blocks that keep their sizes come to the most of each size.
 """
 
@@ -43,7 +43,7 @@ class Place:
 
 
 class Arena:
-    """Which ranges of its slabs are free. Not thread-safe.
+    """The free ranges of its slabs. Not thread-safe.
 
     Best fit: the smallest range that is large enough, of equal ones the first.
 

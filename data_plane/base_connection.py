@@ -1,4 +1,4 @@
-"""What connections of every transport have in common: offers, deadlines, and failing as a whole.
+"""The common parts of all transports' connections: offers, deadlines, and failing as a whole.
 
 A failure of any transfer fails the connection: with one message lost, the plan that both sides
 follow is void.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CLOSE_NOTICE_BYTES: Final = 1024
-"""Longest reason for closing that a peer is told."""
+"""The longest reason for closing that is sent to a peer."""
 
 Place = tuple[int, int]
 """(channel, tag): where an offer waits for its message."""
@@ -55,7 +55,7 @@ class BaseConnection:
         worker: the transport's owner thread.
         peer: the peer's name.
         slowest_bytes_per_second: the slowest network worth using.
-        metrics: told of every transfer when given.
+        metrics: counts every transfer when given.
 
     Attributes:
         local_id: the connection's number in this process, for the log.
@@ -100,7 +100,7 @@ class BaseConnection:
 
     @property
     def greeted(self) -> bool:
-        """Whether the handshake is over. Owner thread."""
+        """Returns whether the handshake is over. Owner thread."""
         return bool(self.sending_key)
 
     def begin(self, keys: ConnectionKeys, *, listening: bool) -> None:
@@ -134,7 +134,7 @@ class BaseConnection:
 
     @property
     def moving_bytes(self) -> int:
-        """Of messages that the network moves now, in either direction. Owner thread."""
+        """The bytes of messages that the network moves now, in either direction. Owner thread."""
         raise NotImplementedError
 
     def offer(
@@ -233,7 +233,7 @@ class BaseConnection:
         raise NotImplementedError
 
     def _send_skip(self, tag: int) -> None:
-        """Tells the peer that no message with ``tag`` will come. Owner thread."""
+        """Informs the peer that no message with ``tag`` will come. Owner thread."""
         raise NotImplementedError
 
     def _send_close_notice(self) -> None:
@@ -241,7 +241,8 @@ class BaseConnection:
         raise NotImplementedError
 
     def _close_notice(self) -> bytes:
-        """Why this side closes the connection, for :meth:`_take_close_notice` of the other one."""
+        """The reason why this side closes the connection, for :meth:`_take_close_notice` of the
+        other one."""
         reason = self.error.reason if self.error else ""
         return bytes([self._finished]) + reason.encode()[: MAX_CLOSE_NOTICE_BYTES - 1]
 
@@ -287,15 +288,15 @@ class BaseConnection:
             self._start_deadline(transfer)
 
     def _fail_put(self, transfer: PostedTransfer, ready: Callable[[], bool] | None) -> None:
-        """Ends a put that was not sent. Whoever writes its bytes until ``ready()`` may do so to the
-        end: nobody else gets the memory before."""
+        """Ends a put that was not sent. A kernel that writes its bytes until ``ready()`` may do so
+        to the end: nobody else gets the memory before."""
         if ready is not None and not ready():
             buffer = transfer.buffer.retain()
             self.worker.submit(lambda: self.worker.call_when(ready, buffer.release))
         self._fail_unstarted(transfer)
 
     def _gives_up(self, transfer: PostedTransfer) -> bool:
-        """Whether a put need not wait for its bytes any more."""
+        """Returns whether a put need not wait for its bytes any more."""
         return self.error is not None or time.monotonic() > transfer.deadline
 
     def _refuse_size(self, transfer: PostedTransfer, message_bytes: int) -> None:
@@ -339,7 +340,7 @@ class BaseConnection:
         self.fail(self._new_error(PeerLost, f"connection closed: {what}", hint=hint))
 
     def _tear_down(self, error: TransportError | None) -> None:
-        """Ends every transfer, and tells those who want to know. Owner thread; once."""
+        """Ends every transfer, and calls the closed callbacks. Owner thread; once."""
         with self._lock:
             if self._torn_down:
                 return

@@ -1,4 +1,4 @@
-"""What transports have in common: their connections and probes, and opening and closing.
+"""The common parts of the transports: their connections and probes, and opening and closing.
 
 One connection's probe and metrics live as long as the connection is in the transport's books.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def say_that_ports_are_open(ip: str) -> None:
-    """Logs, once for each address, that whoever reaches UCX's ports there can end the process;
+    """Warns, once for each address, that anybody who reaches UCX's ports there can end the process;
     nothing of loopback, or of a WireGuard interface."""
     if is_private(ip):
         return

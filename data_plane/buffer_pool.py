@@ -25,12 +25,12 @@ ALIGNMENT_BYTES: Final = 256
 """Start of every buffer: what CUDA's vector loads and the kernels' tiles ask for."""
 
 DEVICE_SLAB_BYTES: Final = 64 * 2**20
-"""Of a slab on a device, unless a buffer is larger: few calls reach the driver, and a process that
-is sent a buffer for the first time has nearly always mapped its slab before."""
+"""The size of a slab on a device, unless a buffer is larger: few calls reach the driver, and a
+process that is sent a buffer for the first time has nearly always mapped its slab before."""
 
 _FRAGMENTED: Final = 8
-"""Of what is reserved, one part in so many comes on top, since free memory lies in pieces. In
-recorded steps of pipelines, whose messages differ most, a tenth was enough."""
+"""The part of what is reserved, one in so many, that comes on top, since free memory lies in
+pieces. In recorded steps of pipelines, whose messages differ most, a tenth was enough."""
 
 _LARGE_BYTES: Final = 2**20
 """From this size on a slab for one buffer has room to spare."""
@@ -115,9 +115,8 @@ class PooledBuffer:
 
     @property
     def slab(self) -> torch.Tensor:
-        """What it was cut from, 1-D uint8: what a network registers, once, and uses again for every
-        buffer that is cut from it. It lives for as long as the pool keeps it.
-        """
+        """The memory that it was cut from, 1-D uint8: a network registers it once, and uses it for
+        every buffer that is cut from it. It lives for as long as the pool keeps it."""
         if self._place is None:
             raise BufferReleased(f"buffer of {self.nbytes} bytes: its memory has gone back")
         return self._place.slab.memory
@@ -147,8 +146,8 @@ class PooledBuffer:
 
     def release_when(self, ready: Callable[[], bool] | None) -> None:
         """:meth:`release` as soon as ``ready()`` is True, for kernels that are launched and still
-        use the bytes; None: now. The pool asks whenever somebody wants a buffer; whoever waits for
-        one of a limited pool is not told."""
+        use the bytes; None: now. The pool asks whenever somebody wants a buffer;
+        nobody who waits for one of a limited pool is informed."""
         if ready is None or ready():
             self.release()
         else:
@@ -207,7 +206,8 @@ class BufferPool:
 
     @property
     def room_bytes(self) -> int | None:
-        """What buffers may take now, in size classes; None for no limit, 0 once it is closed."""
+        """The bytes that buffers may take now, in size classes; None for no limit, 0 once it is
+        closed."""
         if self.limit_bytes is None:
             return None
         return 0 if self._closed else self.limit_bytes - self.stats().in_use_bytes
@@ -240,9 +240,8 @@ class BufferPool:
 
     def reserve(self, holder: Hashable, situations: Mapping[Any, Iterable[int]]) -> None:
         """Makes the memory now that ``holder`` will need soon, so that :meth:`acquire` finds it
-        there. Takes the place of what it reserved before; memory that exists counts, whoever uses
-        it at the moment. Does nothing where it would not fit under ``limit_bytes``, or on a closed
-        pool.
+        there. Takes the place of what it reserved before; memory that exists counts, used or not.
+        Does nothing where it would not fit under ``limit_bytes``, or on a closed pool.
 
         Args:
             holder: any name. What several of them reserve for one situation is held together.
@@ -322,13 +321,13 @@ class BufferPool:
                 self._leaving += waiting
 
     def _slab_for(self, held_bytes: int) -> int:
-        """What is asked of the allocator for a buffer that finds no room. Sizes may grow a little
-        with every step, and slabs do not go back: so large ones have room to spare."""
+        """The bytes to ask of the allocator for a buffer that finds no room. Sizes may grow a
+        little with every step, and slabs do not go back: so large ones have room to spare."""
         room_bytes = size_class_bytes(held_bytes) if held_bytes >= _LARGE_BYTES else held_bytes
         return max(room_bytes, self._slab_bytes)
 
     def _held_for(self, nbytes: int) -> int:
-        """What a buffer of ``nbytes`` takes."""
+        """The bytes that a buffer of ``nbytes`` takes."""
         if self.limit_bytes is not None or nbytes < 0:
             return size_class_bytes(nbytes)
         return max(-(-nbytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES

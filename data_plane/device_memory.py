@@ -45,16 +45,16 @@ class DeviceBlock:
         if address is None:
             free, total = torch.cuda.mem_get_info(device)
             raise torch.OutOfMemoryError(
-                f"no room for a message buffer of {nbytes} bytes on {device}: {free} of {total} "
-                "bytes are free; give the model less (shorter sequences, activation "
-                "checkpointing) or the servers a buffer limit"
+                f"no room for {nbytes} bytes on {device}, {free} of {total} are free: give the "
+                "model less, or the servers a buffer limit"
             )
         self._address = address
         self._nbytes = nbytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """How PyTorch takes over the memory without a copy; see Numba's CUDA array interface."""
+        """The interface by which PyTorch takes over the memory without a copy; see Numba's CUDA
+        array interface."""
         return {
             "shape": (self._nbytes,),
             "typestr": "|u1",

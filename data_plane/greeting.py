@@ -22,14 +22,14 @@ MAX_BODY_BYTES: Final = MAX_HELLO_BYTES + 512
 """A hello or an answer, with nonce, addresses and proof."""
 
 
-class Status(IntEnum):
-    """What a greeting says."""
+class GreetingKind(IntEnum):
+    """The kinds of greetings."""
 
     CHALLENGE = 0
     HELLO = 1
     ACCEPTED = 2
     REJECTED = 3
-    """By a listener that proves that it knows the secret."""
+    """A refusal by a listener that proves that it knows the secret."""
     REFUSED = 4
     """Without a proof, since the listener does not know what to prove: anybody may say so."""
 
@@ -47,7 +47,7 @@ class Greeting:
         body: what it says.
     """
 
-    status: Status
+    status: GreetingKind
     body: bytes
 
     def encode(self) -> bytes:
@@ -56,9 +56,9 @@ class Greeting:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What comes before the body of a greeting."""
+    """The part before the body of a greeting."""
 
-    status: Status
+    status: GreetingKind
     body_bytes: int
 
     def with_body(self, body: bytes) -> Greeting:
@@ -74,8 +74,8 @@ def decode_header(raw: bytes) -> Header:
     magic, status, body_bytes = _HEADER.unpack(raw)
     if magic != _MAGIC:
         raise BadGreeting(f"starts with {magic!r}, not {_MAGIC!r}: another program or version")
-    if status not in set(Status):
-        raise BadGreeting(f"status {status} is none of {[int(s) for s in Status]}")
+    if status not in set(GreetingKind):
+        raise BadGreeting(f"status {status} is none of {[int(s) for s in GreetingKind]}")
     if body_bytes > MAX_BODY_BYTES:
         raise BadGreeting(f"announces {body_bytes} bytes, MAX_BODY_BYTES={MAX_BODY_BYTES}")
-    return Header(status=Status(status), body_bytes=body_bytes)
+    return Header(status=GreetingKind(status), body_bytes=body_bytes)

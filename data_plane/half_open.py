@@ -42,7 +42,7 @@ class HalfOpen(Generic[KeyT]):
         return key in self._host_of
 
     def __iter__(self) -> Iterator[KeyT]:
-        """The oldest first; whoever reads may have some leave."""
+        """The oldest first; a reader may have some leave."""
         return iter(list(self._host_of))
 
     def enter(self, key: KeyT, host: str, put_out: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from enum import StrEnum
 
-from data_plane.greeting import BadGreeting, Greeting, Status
+from data_plane.greeting import BadGreeting, Greeting, GreetingKind
 from data_plane.proof import (
     NONCE_BYTES,
     PROOF_BYTES,
@@ -40,7 +40,7 @@ _MAX_ADDRESS_LETTERS = 64
 
 
 class HandshakeFailure(StrEnum):
-    """Why a listener took a client not in: the ``cause`` of its metric."""
+    """The reasons why a listener did not take a client in: the ``cause`` of its metric."""
 
     TIMEOUT = "timeout"
     """It did not say hello in time, or did not even speak UCX."""
@@ -57,8 +57,8 @@ class HandshakeFailure(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a listener makes of a hello.
+class HelloVerdict:
+    """A listener's verdict on a hello.
 
     Attributes:
         greeting: the answer to send.
@@ -86,9 +86,11 @@ class ListenerHandshake:
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._nonce = new_nonce()
-        self.challenge = Greeting(status=Status.CHALLENGE, body=self._nonce)
+        self.challenge = Greeting(status=GreetingKind.CHALLENGE, body=self._nonce)
 
-    def judge(self, accept: AcceptCallback, greeting: Greeting, connection: Connection) -> Verdict:
+    def judge(
+        self, accept: AcceptCallback, greeting: Greeting, connection: Connection
+    ) -> HelloVerdict:
         """Asks ``accept`` about the client's answer to the challenge."""
         try:
             claim = _decode_hello(greeting, self._nonce, self._ends)
@@ -132,7 +134,7 @@ class ClientHandshake:
         Raises:
             BadGreeting: it is no challenge.
         """
-        if challenge.status is not Status.CHALLENGE or len(challenge.body) != NONCE_BYTES:
+        if challenge.status is not GreetingKind.CHALLENGE or len(challenge.body) != NONCE_BYTES:
             raise BadGreeting(
                 f"is {challenge.status.name} of {len(challenge.body)} bytes, not a challenge"
             )
@@ -142,7 +144,7 @@ class ClientHandshake:
         proof = client_proof(self._secret, transcript)
         client, server = ends.client.encode(), ends.server.encode()
         head = transcript.client_nonce + proof + _LENGTHS.pack(len(client), len(server))
-        return Greeting(status=Status.HELLO, body=head + client + server + self._hello)
+        return Greeting(status=GreetingKind.HELLO, body=head + client + server + self._hello)
 
     def conclude(
         self, greeting: Greeting, *, transport: str, peer: str
@@ -158,12 +160,12 @@ class ClientHandshake:
             HandshakeRejected: the listener refuses, or cannot prove itself.
         """
         assert self._transcript is not None
-        if greeting.status is Status.REFUSED:
+        if greeting.status is GreetingKind.REFUSED:
             code, words = _read_refusal(greeting.body)
             raise HandshakeRejected(
                 f"hello refused: {words}", transport=transport, peer=peer, code=code
             )
-        if greeting.status not in (Status.ACCEPTED, Status.REJECTED):
+        if greeting.status not in (GreetingKind.ACCEPTED, GreetingKind.REJECTED):
             raise BadGreeting(f"is {greeting.status.name}, not an answer to a hello")
         proof, answer = greeting.body[:PROOF_BYTES], greeting.body[PROOF_BYTES:]
         expected = server_proof(self._secret, self._transcript, greeting.status, answer)
@@ -174,7 +176,7 @@ class ClientHandshake:
                 peer=peer,
                 hint="somebody else answers at this address, or it has another secret",
             )
-        if greeting.status is Status.REJECTED:
+        if greeting.status is GreetingKind.REJECTED:
             code, words = _read_refusal(answer)
             raise HandshakeRejected(
                 f"hello refused: {words}",
@@ -212,35 +214,35 @@ class _Claim:
                 "address translation in between? Give an address that the server itself has"
             )
 
-    def acceptance(self, answer: bytes) -> Verdict:
+    def acceptance(self, answer: bytes) -> HelloVerdict:
         if self._secret is None or self._failure is HandshakeFailure.ADDRESSES:
             logger.error("an accept callback took a client in without a check of its claim")
             return refusal(HandshakeFailure.PROOF, "internal error of the listener, see its log")
-        return Verdict(
-            greeting=self._proven(Status.ACCEPTED, answer),
+        return HelloVerdict(
+            greeting=self._proven(GreetingKind.ACCEPTED, answer),
             keys=connection_keys(self._secret, self._transcript),
         )
 
-    def rejection(self, reason: str, code: int = 0) -> Verdict:
+    def rejection(self, reason: str, code: int = 0) -> HelloVerdict:
         if self._secret is None:
             return refusal(self._failure, reason, code)
-        greeting = self._proven(Status.REJECTED, _write_refusal(reason, code))
-        return Verdict(greeting=greeting, failure=self._failure, reason=reason)
+        greeting = self._proven(GreetingKind.REJECTED, _write_refusal(reason, code))
+        return HelloVerdict(greeting=greeting, failure=self._failure, reason=reason)
 
-    def _proven(self, status: Status, answer: bytes) -> Greeting:
+    def _proven(self, status: GreetingKind, answer: bytes) -> Greeting:
         assert self._secret is not None
         proof = server_proof(self._secret, self._transcript, status, answer)
         return Greeting(status=status, body=proof + answer)
 
 
-def refusal(failure: HandshakeFailure, reason: str, code: int = 0) -> Verdict:
+def refusal(failure: HandshakeFailure, reason: str, code: int = 0) -> HelloVerdict:
     """A verdict on a client that has proven nothing."""
-    greeting = Greeting(status=Status.REFUSED, body=_write_refusal(reason, code))
-    return Verdict(greeting=greeting, failure=failure, reason=reason)
+    greeting = Greeting(status=GreetingKind.REFUSED, body=_write_refusal(reason, code))
+    return HelloVerdict(greeting=greeting, failure=failure, reason=reason)
 
 
 def _decode_hello(greeting: Greeting, server_nonce: bytes, seen: Ends) -> _Claim:
-    if greeting.status is not Status.HELLO:
+    if greeting.status is not GreetingKind.HELLO:
         raise BadGreeting(f"expected a hello, got {greeting.status.name}")
     raw = greeting.body
     begin = NONCE_BYTES + PROOF_BYTES

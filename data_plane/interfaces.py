@@ -38,7 +38,7 @@ def addresses_of(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> 
 
 
 def _no_name(error: UnicodeError) -> socket.gaierror:
-    """Of a name with a part that is empty or too long, which is never looked up."""
+    """The error of a name with a part that is empty or too long, which is never looked up."""
     return socket.gaierror(socket.EAI_NONAME, f"not the name of a host: {error}")
 
 
@@ -90,10 +90,8 @@ def own_address(*, towards: Iterable[str] = ()) -> str:
     ip = source_towards(towards) or ip
     if ip is None:
         raise ValueError(
-            f"data_host is not given, and this machine's name, {name!r}, has no IPv4 address: "
-            f"{why}. Give --data-host (data_host) an address that `ip address` shows, "
-            f"{_LOOPBACK_ADDRESS} if all processes are on this machine; or add the name to "
-            "/etc/hosts"
+            f"data_host is not given, and this machine's name {name!r} has no IPv4 address: {why}; "
+            "give --data-host one that `ip address` shows"
         )
     return ip
 
@@ -121,8 +119,8 @@ def own_addresses() -> set[str]:
 
 
 def is_private(ip: str) -> bool:
-    """Whether only this machine, or holders of a WireGuard key, can reach ``ip``, an address of
-    this machine."""
+    """Returns whether only this machine, or holders of a WireGuard key, can reach ``ip``, an
+    address of this machine."""
     if ipaddress.ip_address(ip).is_loopback:
         return True
     try:
@@ -190,7 +188,7 @@ def interface_of_host(host: str) -> str | None:
 
 
 def _addresses() -> dict[str, list[Any]]:
-    """What each interface carries."""
+    """The addresses of each interface."""
     # Comes with the extras of nodes and trainers, while every command imports this module.
     import psutil
 

@@ -1,6 +1,6 @@
 """Finds peers that are stopped or cut off while something is awaited from them.
 
-No transport notices such a peer by itself, and a deadline on the answer alone cannot tell it from
+No transport notices such a peer by itself, and a deadline on the answer alone takes it for
 one that is busy, or that waits for a third process. So after a quiet while the peer's transport is
 asked for a sign of life (``Connection.ping``); without one the connection fails, and with it
 everything that is awaited on it.
@@ -41,7 +41,7 @@ class LivenessMonitor:
     """Pings the connections on which something has been awaited for longer than ``quiet_seconds``.
 
     A peer that is stopped or cut off fails its connection within ``quiet_seconds`` plus
-    ``ping_timeout_seconds`` from the start of the wait, or from the last that was heard of it; with
+    ``ping_timeout_seconds`` from the start of the wait, or from its last message; with
     a large message under way, within the time more that the slowest network worth using takes for
     it (see ``Connection.ping``). One thread; it looks at nothing but the watched connections.
 

@@ -1,9 +1,9 @@
 """Prometheus metrics of the data plane.
 
-A process has a peer for each process it talks to, so what is told of each peer grows with the
-square of the cluster. By default a process tells sums over its peers, and the slowest few of them
-by name; what it knows of every peer is in a registry of its own, for whoever asks
-(:class:`PairTable`).
+A process has a peer for each process it talks to, so series of each peer grow with the
+square of the cluster. By default a process shows sums over its peers, and the slowest few of them
+by name; what it knows of every peer is in a registry of its own, for those who ask
+(:class:`PeerTable`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from data_plane.transport_choice import TransportChoice
 
 SLOWEST_PEERS: Final = 3
-"""Peers that are told by name: those whose rates are lowest."""
+"""Peers that are shown by name: those whose rates are lowest."""
 
 _STAYS: Final = 1.25
-"""A peer that is told goes on being told until its rate is this much above those of the slowest.
+"""A peer that is shown goes on being shown until its rate is this much above those of the slowest.
 Peers of nearly equal rates would take turns otherwise, each a new series for Prometheus."""
 
 _LARGE_MESSAGE_BYTES = 2**18
@@ -42,7 +42,7 @@ Peer = tuple[str, str]
 
 
 class DropCause(StrEnum):
-    """Why a message that came was not used."""
+    """The reasons why a message that came was not used."""
 
     UNEXPECTED = "unexpected"
     """Nobody expected it for as long as a message may wait, or it came twice."""
@@ -141,8 +141,8 @@ class SlowestTable(Table):
     )
 
 
-class PairTable(Table):
-    """What is known of every peer, for whoever asks."""
+class PeerTable(Table):
+    """The series of every peer, for those who ask."""
 
     prefix = _PREFIX
 
@@ -201,7 +201,7 @@ class DataPlaneMetrics:
 
     Args:
         registry: where the metrics appear.
-        pairs: where those of every peer do; None tells them nowhere.
+        pairs: where those of every peer do; None shows them nowhere.
         floor_bytes_per_second: below this rate a peer counts as badly reached; 0 is no floor.
     """
 
@@ -225,7 +225,7 @@ class DataPlaneMetrics:
         registry.register(ReadTable(PoolTable, self._read_pools))
         registry.register(ReadTable(SlowestTable, self._read_slowest))
         if pairs is not None:
-            pairs.register(ReadTable(PairTable, self._read_pairs))
+            pairs.register(ReadTable(PeerTable, self._read_pairs))
 
     def transport_chosen(self, choice: TransportChoice) -> None:
         """Shows which transport was opened, and whether RDMA devices lie idle."""
@@ -260,7 +260,7 @@ class DataPlaneMetrics:
                 self._hand_over(known)
 
     def network_restarted(self, transport: str) -> None:
-        """Counts a start anew of the network library."""
+        """Counts a restart of the network library."""
         self._series.restarts_total.labels(transport).inc()
 
     def message_dropped(self, transport: str, cause: DropCause) -> None:
@@ -339,7 +339,7 @@ class DataPlaneMetrics:
                 return
 
     def _peers(self) -> dict[Peer, _OpenPeer]:
-        """What is known of each peer by its label, those that share one taken together."""
+        """The peers by their labels, those that share one taken together."""
         peers: dict[Peer, _OpenPeer] = {}
         for one in self._open.values():
             same = peers.get((one.label, one.transport))
@@ -365,13 +365,13 @@ class DataPlaneMetrics:
             peers = self._peers()
             readings: list[Reading] = []
             for key, peer in peers.items():
-                readings.append((PairTable.peer_sent_bytes_total, key, peer.sent_bytes))
-                readings.append((PairTable.peer_received_bytes_total, key, peer.received_bytes))
+                readings.append((PeerTable.peer_sent_bytes_total, key, peer.sent_bytes))
+                readings.append((PeerTable.peer_received_bytes_total, key, peer.received_bytes))
                 if peer.receive_rate is not None:
-                    row = PairTable.peer_receive_bytes_per_second
+                    row = PeerTable.peer_receive_bytes_per_second
                     readings.append((row, key, peer.receive_rate))
                 if peer.probe_rate is not None:
-                    row = PairTable.peer_probe_bytes_per_second
+                    row = PeerTable.peer_probe_bytes_per_second
                     readings.append((row, (*key, peer.lanes), peer.probe_rate))
         return readings
 
@@ -426,7 +426,7 @@ def _probe_rate(peer: _OpenPeer) -> float:
 
 
 def _rate(peer: _OpenPeer) -> float:
-    """What a peer is held to the floor by; infinite if nothing was measured."""
+    """The rate by which a peer is held to the floor; infinite if nothing was measured."""
     if peer.probe_rate is not None:
         return peer.probe_rate
     return math.inf if peer.receive_rate is None else peer.receive_rate

@@ -9,7 +9,7 @@ from typing import Final
 
 from data_plane.base_connection import BaseConnection
 from data_plane.half_open import HalfOpen
-from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
+from data_plane.handshake import HandshakeFailure, HelloVerdict, ListenerHandshake, refusal
 from data_plane.owner_thread import OwnerThread
 from data_plane.proof import Ends
 from data_plane.transport import AcceptCallback, TransportError
@@ -63,7 +63,7 @@ class Newcomers:
         judged = self._enter(connection, host)
         handshake = ListenerHandshake(ends)
 
-        def conclude(verdict: Verdict) -> None:
+        def conclude(verdict: HelloVerdict) -> None:
             judged()
             if verdict.keys is not None:
                 on_proven()
@@ -112,7 +112,7 @@ class Newcomers:
         self._half_open.enter(connection, host, put_out)
         return judged
 
-    def _refuse(self, connection: BaseConnection, verdict: Verdict) -> None:
+    def _refuse(self, connection: BaseConnection, verdict: HelloVerdict) -> None:
         """Closes the connection of a refused client, when it has had the time to read why."""
         assert verdict.failure is not None
         self._on_refused(verdict.failure)

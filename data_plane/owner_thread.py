@@ -26,8 +26,8 @@ from typing import Any, Final
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_SECONDS: Final = 2e-4
-"""For ``sys.setswitchinterval`` in a process whose other threads are busy: Python's default would
-add 10 ms to a tick, and tenths of a second to a ping on a busy machine."""
+"""The argument of ``sys.setswitchinterval`` in a process whose other threads are busy: Python's
+default would add 10 ms to a tick, and tenths of a second to a ping on a busy machine."""
 
 MOVING_POLL_FACTOR = 10
 
@@ -185,15 +185,15 @@ class OwnerThread:
         raise NotImplementedError
 
     def _is_moving(self) -> bool:
-        """Whether the library has messages under way."""
+        """Returns whether the library has messages under way."""
         raise NotImplementedError
 
     def _may_sleep(self) -> bool:
-        """Whether an event of the poller will come before there is anything to do."""
+        """Returns whether an event of the poller will come before there is anything to do."""
         raise NotImplementedError
 
     def _is_quiet(self) -> bool:
-        """Whether the network is done with this process's memory."""
+        """Returns whether the network is done with this process's memory."""
         raise NotImplementedError
 
     def _shut_down(self) -> None:
@@ -201,7 +201,7 @@ class OwnerThread:
         raise NotImplementedError
 
     def _on_events(self, events: list[tuple[int, int]]) -> None:
-        """What the poller has told after a sleep."""
+        """Takes what the poller has found after a sleep."""
 
     def _run(self) -> None:
         _sharpen_sleep()
@@ -310,5 +310,5 @@ class OwnerThread:
 
 
 def _sharpen_sleep() -> None:
-    """Lets this thread's short sleeps be short: Linux adds 50 us to them unless told otherwise."""
+    """Lets this thread's short sleeps be short: Linux adds 50 us to them by default."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS, 0, 0, 0)

@@ -18,7 +18,7 @@ PING_TAG: Final = 32
 PONG_TAG: Final = 33
 
 MEASURED_BYTES: Final = 256 * 2**10
-"""Smaller messages tell how long an exchange takes, not what the network carries."""
+"""Smaller messages show how long an exchange takes, not what the network carries."""
 
 RECENT_MESSAGES: Final = 16
 

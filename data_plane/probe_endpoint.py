@@ -40,7 +40,7 @@ _OFFERS: Final = 4
 
 
 class Operation(IntEnum):
-    """What a probe's control message says."""
+    """The kinds of a probe's control messages."""
 
     PING = 1
     PONG = 2

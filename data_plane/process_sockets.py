@@ -37,7 +37,7 @@ class Accepted:
     descriptor: int = field(compare=False)
 
     def shut_down(self) -> None:
-        """Ends the connection both ways, so that whoever reads from it closes it."""
+        """Ends the connection both ways, so that its reader closes it."""
         with _copy_of(self.descriptor) as copy, suppress(OSError):
             if copy is not None and _is_inode(copy, self.inode):
                 copy.shutdown(socket.SHUT_RDWR)

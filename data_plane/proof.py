@@ -1,9 +1,9 @@
-"""Proof of who speaks, without telling the secret: what both ends of a handshake compute.
+"""Proof of who speaks, without giving the secret away: what both ends of a handshake compute.
 
-Either end shows with an HMAC-SHA256 under a shared secret that it knows the secret and has heard
+Either end shows with an HMAC-SHA256 under a shared secret that it knows the secret and has seen
 the same handshake. The handshake holds a nonce of either end, so a proof is good for it alone, and
 a recorded one is worth nothing. Keys for the connection come from the same secret and handshake:
-whoever has listened knows neither.
+a listener knows neither.
 
 Every digest begins with a label of its own, so that none can be passed off as another.
 """
@@ -29,20 +29,20 @@ class Ends:
     """Both ends' socket addresses, as one of them sees them.
 
     Attributes:
-        client, server: ``"<ip>:<port>"``; empty where the network does not tell.
+        client, server: ``"<ip>:<port>"``; empty where the network does not say.
     """
 
     client: str
     server: str
 
     def differ(self, other: Ends) -> bool:
-        """Whether an address that both sides know is not the same."""
+        """Returns whether an address that both sides know is not the same."""
         pairs = ((self.client, other.client), (self.server, other.server))
         return any(mine and theirs and mine != theirs for mine, theirs in pairs)
 
     @property
     def of_one_host(self) -> bool:
-        """Whether both are known to be of one host: the same address, or both loopback."""
+        """Returns whether both are known to be of one host: the same address, or both loopback."""
         client, server = (each.rpartition(":")[0] for each in (self.client, self.server))
         both_loopback = all(each.startswith("127.") for each in (client, server))
         return both_loopback or client == server != ""
@@ -53,7 +53,7 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class Transcript:
-    """What both ends have said before either proves anything.
+    """The words of both ends before either proves anything.
 
     Attributes:
         server_nonce, client_nonce: NONCE_BYTES of each end's choice.
@@ -132,7 +132,7 @@ def derived_key(key: bytes, purpose: str) -> bytes:
 
 
 def same(proof: bytes, expected: bytes) -> bool:
-    """Compares in a time that tells nothing."""
+    """Compares in constant time."""
     return hmac.compare_digest(proof, expected)
 
 

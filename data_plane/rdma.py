@@ -106,7 +106,8 @@ def locked_bytes_limit(root: Path = Path("/")) -> int | None:
 
 
 def _may_lock_anything(root: Path) -> bool:
-    """Whether the capability IPC_LOCK is in force: one that a pod adds is so for root alone."""
+    """Returns whether the capability IPC_LOCK is in force: one that a pod adds is so for root
+    alone."""
     try:
         status = (root / "proc/self/status").read_text()
     except OSError:
@@ -116,7 +117,7 @@ def _may_lock_anything(root: Path) -> bool:
 
 
 def _opens(device: str, root: Path) -> bool:
-    """Whether one of the device's files opens; the container's rules may forbid what its
+    """Returns whether one of the device's files opens; the container's rules may forbid what its
     permissions allow."""
     for verbs in root.glob("sys/class/infiniband_verbs/uverbs*"):
         if _text(verbs / "ibdev") != device:

@@ -1,9 +1,8 @@
-"""Ends connections at UCX's ports of which UCX tells nothing.
+"""Ends connections at UCX's ports that UCX never mentions.
 
-UCX accepts whoever connects, waits for the first message for ever, and mentions a connection only
-after it. Without this, each TCP connection that says nothing, or half a message, would keep a file
-descriptor of the process for as long as its other side likes.
-"""
+UCX accepts everybody who connects, waits for the first message for ever, and mentions a connection
+only after it. Without this, each TCP connection that says nothing, or half a message, would keep a
+file descriptor of the process for as long as its other side likes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ HasSpoken = Callable[[Accepted], bool]
 
 
 def has_sent_a_message(accepted: Accepted) -> bool:
-    """Whether more than the beginning of UCX's first message has come."""
+    """Returns whether more than the beginning of UCX's first message has come."""
     return accepted.received_bytes > _UCX_HEADER_BYTES
 
 
@@ -41,7 +40,7 @@ class SilentSockets:
         limit: how many connections that have not spoken may be there; of more, the oldest of the
             host that has most are ended.
         timeout_seconds: how long one may take to speak.
-        on_ended: told of each connection that is ended; any thread.
+        on_ended: called for each connection that is ended; any thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where the threads of this process stand, for messages to those who wait for it."""
+"""The call that the main thread is in, for messages to those who wait for this process."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ its connection. A tag is to be used once in each direction of a connection: what
 the first time, the network's watchers know the second time.
 
 A connection begins with a proof. The client shows that it knows a secret, and so does the
-listener, without telling it; from then on a message belongs to its connection by a key that both
+listener, without sending it; from then on a message belongs to its connection by a key that both
 have derived.
 
 Every transport passes ``tests/service/data_plane/conformance.py``.
@@ -31,8 +31,8 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class TransportName(StrEnum):
-    """What moves the bytes; the same in all processes of a job. ``auto`` stands for one of the
-    others, as ``data_plane.transports.resolve_transport`` chooses."""
+    """The library that moves the bytes; the same in all processes of a job. ``auto`` stands for one
+    of the others, as ``data_plane.transports.resolve_transport`` chooses."""
 
     AUTO = "auto"
     UCXX = "ucxx"
@@ -63,7 +63,7 @@ class TransferState(StrEnum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a transport listens: a host name or IP address, and a TCP port."""
+    """The place where a transport listens: a host name or IP address, and a TCP port."""
 
     host: str
     port: int
@@ -116,7 +116,7 @@ class PeerReset(PeerLost):
 
 
 class NetworkRestarted(PeerLost):
-    """This side had to start its network library anew. The peer is not to blame, and can be reached
+    """This side had to restart its network library. The peer is not to blame, and can be reached
     again at once."""
 
 
@@ -153,7 +153,7 @@ class HandshakeRejected(TransportError):
 
 
 class ClaimRefused(ValueError):
-    """What an accept callback raises to refuse a client; the message goes to it.
+    """The error of an accept callback that refuses a client; the message goes to it.
 
     Attributes:
         code: why, in a number of the application's from 1 to 255; 0 for none.
@@ -194,7 +194,7 @@ class Transfer(Protocol):
 
     @property
     def error(self) -> TransportError | None:
-        """Why it failed; None unless ``state`` is FAILED."""
+        """The reason why it failed; None unless ``state`` is FAILED."""
 
     @property
     def ended_at(self) -> float | None:
@@ -242,8 +242,8 @@ class Connection(Protocol):
 
     @property
     def leaves_host(self) -> bool:
-        """Whether its messages leave this host, or may; the peer finds the same. Good once the
-        handshake is over."""
+        """Returns whether its messages leave this host, or may; the peer finds the same. Good once
+        the handshake is over."""
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         """Posts ``buffer.tensor`` (1-D uint8, contiguous) to receive the message with ``tag``.
@@ -318,13 +318,13 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a bandwidth probe saw.
+    """The result of a bandwidth probe.
 
     Attributes:
         peer: the peer's name.
         transport: the transport's name.
         lanes: the network path it chose, for example ``"tcp"``, ``"posix"``, ``"cuda_ipc"``
-            (comma-separated; empty when the library does not tell).
+            (comma-separated; empty when the library does not say).
         nbytes: bytes of one probe message.
         gigabytes_per_second: 1e9 bytes per second, one way.
         round_trip_seconds: of the smallest message.

@@ -1,4 +1,4 @@
-"""Which transport a process uses, and why: facts in, the choice and its reason in words out."""
+"""The transport of a process, and why: facts in, the choice and its reason in words out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SYSTEM_UCX: Final = (
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps rows from the RDMA devices, and what to do about it."""
+    """An obstacle between rows and the RDMA devices, and what to do about it."""
 
     says: str
     advice: str
@@ -56,12 +56,12 @@ class TransportChoice:
 
     @property
     def idle(self) -> str:
-        """Why the RDMA devices lie idle; empty if they do not."""
+        """The reasons why the RDMA devices lie idle; empty if they do not."""
         return "; ".join(obstacle.says for obstacle in self.obstacles)
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """The advice about them."""
         return "; ".join(obstacle.advice for obstacle in self.obstacles)
 
 
@@ -98,7 +98,7 @@ def choose_transport(
 def named_transport(
     name: TransportName, facts: TransportFacts, *, one_host: bool
 ) -> TransportChoice:
-    """What becomes of ``name``, ucxx or nixl, that somebody has given. ucxx by name is how TCP is
+    """The choice for ``name``, ucxx or nixl, that somebody has given. ucxx by name is how TCP is
     asked for where there are RDMA devices."""
     choice = TransportChoice(name=name, reason="it was given by name")
     if one_host or not facts.ports or facts.left_out_by:
@@ -110,7 +110,7 @@ def named_transport(
 
 
 def obstacles(facts: TransportFacts, name: TransportName) -> tuple[Obstacle, ...]:
-    """What keeps transport ``name`` from the RDMA devices; empty if it can use one."""
+    """The obstacles between transport ``name`` and the RDMA devices; empty if it can use one."""
     return (*_of_machine(facts), *_of_library(facts, name))
 
 
@@ -189,7 +189,7 @@ def _of_library(facts: TransportFacts, name: TransportName) -> tuple[Obstacle, .
 
 
 def _of_both_libraries(facts: TransportFacts) -> tuple[Obstacle, ...]:
-    """What keeps both; nothing if one of them could. Mending one is enough."""
+    """The obstacles of both; nothing if one of them could. Mending one is enough."""
     found = [_of_library(facts, name) for name in (TransportName.NIXL, TransportName.UCXX)]
     if not all(found):
         return ()

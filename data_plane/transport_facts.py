@@ -1,4 +1,4 @@
-"""What a machine offers to the transports; no library is loaded to find out."""
+"""The offers of a machine to the transports; no library is loaded to find out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for line in open("/proc/self/maps"):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportFacts:
-    """What a machine, or a container, offers.
+    """The offers of a machine, or a container.
 
     Attributes:
         ports: of its RDMA devices.
@@ -140,7 +140,8 @@ def ucx_modules() -> frozenset[str] | None:
 
 
 def _allows_rdma(tls: str) -> bool:
-    """Whether a list of UCX's transports, which a ``^`` in front negates, leaves one for RDMA."""
+    """Returns whether a list of UCX's transports, which a ``^`` in front negates, leaves one for
+    RDMA."""
     names = [name.strip().lstrip("\\") for name in tls.removeprefix("^").split(",")]
     if tls.startswith("^"):
         return not {"ib", "all"} & set(names)

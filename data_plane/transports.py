@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Loaded:
-    """Which library this process has loaded. Each brings a UCX of its own, and two of them in one
-    process crash."""
+    """The library that this process has loaded. Each brings a UCX of its own, and two of them in
+    one process crash."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,8 +36,8 @@ class _Loaded:
         with self._lock:
             if self._name not in (None, name):
                 raise RuntimeError(
-                    f"this process has opened the {self._name} transport, so it cannot open "
-                    f"{name}: each brings a UCX of its own; use one of them in a process"
+                    f"this process has opened the {self._name} transport and cannot open {name}: "
+                    "each brings a UCX of its own"
                 )
             self._name = name
 

@@ -1,4 +1,4 @@
-"""What settings of all transports share: devices and UCX options.
+"""The common settings of all transports: devices and UCX options.
 
 Both libraries move bytes with a UCX of their own, which reads the same ``UCX_*`` variables.
 """
@@ -35,7 +35,8 @@ _GPU_BUSY_POLL_SECONDS = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class UcxSettings:
-    """How a transport uses UCX. A subclass adds its own limits and the options it sets by default.
+    """The settings of a transport for UCX. A subclass adds its own limits and the options it sets
+    by default.
 
     Attributes:
         device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.

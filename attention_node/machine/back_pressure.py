@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 
-from attention_node.machine.instructions import Note, ReportWait, RetrySoon
+from attention_node.machine.instructions import LogLine, ReportWait, RetrySoon
 from attention_node.machine.outline import Peer
 from attention_node.machine.tick_memory import Lane, TickMemory
 from core_attention.tick import Tick
@@ -18,7 +18,7 @@ CALM_SECONDS = 10.0
 
 
 class BackPressure(Generic[Peer]):
-    """Which ticks may have memory, and which connections wait for it.
+    """The ticks that may have memory, and the connections that wait for it.
 
     Args:
         limit_bytes: most memory for messages; None for no limit.
@@ -49,10 +49,10 @@ class BackPressure(Generic[Peer]):
             self._memory.add_step(job_id, needs)
 
     def admit(self, job_id: str, tick: Tick, lane: Lane) -> bool:
-        """Whether ``tick`` may have memory now in ``lane``."""
+        """Returns whether ``tick`` may have memory now in ``lane``."""
         return self._memory is None or self._memory.admit(job_id, tick, lane)
 
-    def wait(self, peer: Peer, *, idle: bool, now: float) -> list[Note]:
+    def wait(self, peer: Peer, *, idle: bool, now: float) -> list[LogLine]:
         """``peer`` waits for memory; ``idle``: with nothing posted for the lane, so that its rank
         has to wait too."""
         self._waiting[peer] = self._waiting.get(peer) or (now if idle else None)
@@ -60,7 +60,9 @@ class BackPressure(Generic[Peer]):
             return []
         self._overloaded_since = now
         limit = f"limit_bytes={self._limit_bytes}"
-        return [Note(f"overloaded: messages wait at their senders for memory, {limit}", "warning")]
+        return [
+            LogLine(f"overloaded: messages wait at their senders for memory, {limit}", "warning")
+        ]
 
     def tick_over(self, job_id: str, tick: Tick, lane: Lane) -> None:
         """A tick needs no memory any more in ``lane``."""
@@ -76,13 +78,13 @@ class BackPressure(Generic[Peer]):
 
     def retry(
         self, live: Iterable[tuple[str, int]], now: float
-    ) -> tuple[list[Peer], list[ReportWait | Note]]:
+    ) -> tuple[list[Peer], list[ReportWait | LogLine]]:
         """Takes those who wait, who may wait again; and what there is to report."""
         self._retry_is_due = False
         waiting, self._waiting = self._waiting, {}
         if self._memory is not None:
             self._memory.keep_steps(live)
-        reports: list[ReportWait | Note] = [
+        reports: list[ReportWait | LogLine] = [
             ReportWait(now - since) for since in waiting.values() if since is not None
         ]
         if reports:
@@ -90,5 +92,5 @@ class BackPressure(Generic[Peer]):
         since = self._overloaded_since
         if since is not None and now - self._last_waited > CALM_SECONDS:
             self._overloaded_since = None
-            reports.append(Note(f"no longer overloaded, after {now - since:.0f} s"))
+            reports.append(LogLine(f"no longer overloaded, after {now - since:.0f} s"))
         return list(waiting), reports

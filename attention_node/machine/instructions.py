@@ -1,4 +1,4 @@
-"""What a server is to do, in this order, without holding a lock."""
+"""The things that a server is to do, in order, without holding a lock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReportStep(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class CloseConnection(Generic[Peer]):
-    """Close a rank's connection; it is told why."""
+    """Close a rank's connection, with a reason for the rank."""
 
     peer: Peer
     why: str
@@ -75,7 +75,7 @@ class ReportWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogLine:
     """Say so in the log."""
 
     text: str
@@ -91,5 +91,5 @@ Instruction: TypeAlias = (
     | ReportGone[Peer]
     | RetrySoon
     | ReportWait
-    | Note
+    | LogLine
 )

@@ -33,7 +33,7 @@ class ExpectedTick(Generic[Work]):
 
 
 @dataclass(eq=False)
-class Lane(Generic[Work]):
+class RankLane(Generic[Work]):
     """The ticks that one rank is still to send for one nano-batch, in order.
 
     A rank sends a layer's rows when it has got those of the layer before. So a receive is posted

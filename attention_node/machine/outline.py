@@ -1,4 +1,4 @@
-"""What a step asks of whom on one server, without its rows: what the machines need of a plan."""
+"""The outline of a step on one server, without its rows: all that the machines need of a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepOutline:
     lanes: Mapping[int, Mapping[Tick, TickOutline]]
 
     def has_rank(self, rank: int) -> bool:
-        """Whether ``rank`` exchanges anything with the server in this step."""
+        """Returns whether ``rank`` exchanges anything with the server in this step."""
         return any(
             rank in outline.before_reply
             for ticks in self.lanes.values()

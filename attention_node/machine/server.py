@@ -19,13 +19,13 @@ from attention_node.machine.instructions import (
     CloseConnection,
     GiveUpTick,
     Instruction,
-    Note,
+    LogLine,
     PostReceive,
     ReportGone,
     ReportStep,
     ReserveMemory,
 )
-from attention_node.machine.lane import ExpectedTick, Lane
+from attention_node.machine.lane import ExpectedTick, RankLane
 from attention_node.machine.outline import Peer, StepOutline, Work
 from attention_node.machine.step import ServedTicks
 from attention_node.machine.tick import TickMachine
@@ -40,18 +40,18 @@ LOST_RANK_SECONDS = 60.0
 left this server out since."""
 
 REMEMBERED_PLANS = 4096
-"""Plans of a job that a server tells apart from ones that it has not seen. A control plane repeats
+"""Plans of a job that a server knows as seen. A control plane repeats
 those of unfinished steps only, of which it keeps far fewer."""
 
 Instructions: TypeAlias = list[Instruction[Peer, Work]]
-"""What is to be done, in this order, without holding a lock."""
+"""The things to do, in this order, without holding a lock."""
 
 Answer: TypeAlias = tuple[Work, TickMachine] | str
 """The step and the tick that take rows; or why the rows are refused."""
 
 
 class RankRefusal(NamedTuple):
-    """Why a rank is not welcome."""
+    """The reason why a rank is not welcome."""
 
     cause: Literal["unknown-job", "memory", "epoch"]
     why: str
@@ -78,8 +78,8 @@ class _Job(Generic[Work]):
     seen: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
 
     def is_new(self, step: int, epoch: int) -> bool:
-        """Whether a plan comes for the first time; a stream that is watched again repeats the
-        plans of unfinished steps."""
+        """Returns whether a plan comes for the first time; a stream that is watched again repeats
+        the plans of unfinished steps."""
         if (step, epoch) in self.seen:
             return False
         self.seen[step, epoch] = None
@@ -88,12 +88,12 @@ class _Job(Generic[Work]):
         return True
 
     def memory_lane(self, rank: int, tick: Tick) -> MemoryLane:
-        """Where the memory of what ``rank`` sends for ``tick`` is counted."""
+        """The lane that the memory of ``rank``'s messages of ``tick`` is counted in."""
         return tick.nano_batch if self.order is None else (rank, self.order.row(tick))
 
 
 @dataclass(eq=False)
-class _Rank(Generic[Work]):
+class _ServedRank(Generic[Work]):
     """A trainer rank that is connected, and the lanes of its ticks.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Rank(Generic[Work]):
     rank: int
     first_step: int
     epoch: int
-    lanes: list[Lane[Work]]
+    lanes: list[RankLane[Work]]
     turns: Turns = field(default_factory=Turns)
 
     def extend(self, ticks: ServedTicks[Work]) -> None:
@@ -154,7 +154,7 @@ class ServerMachine(Generic[Peer, Work]):
         self.now = 0.0
         self._server_id = server_id
         self._jobs: dict[str, _Job[Work]] = {}
-        self._ranks: dict[Peer, _Rank[Work]] = {}
+        self._ranks: dict[Peer, _ServedRank[Work]] = {}
         # Ranks whose connection was reset and that have made no other: when, by job and rank.
         self._lost_ranks: dict[tuple[str, int], float] = {}
         self._pressure: BackPressure[Peer] = BackPressure(limit_bytes)
@@ -172,16 +172,16 @@ class ServerMachine(Generic[Peer, Work]):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a rank is connected."""
+        """Returns whether a rank is connected."""
         return bool(self._ranks)
 
     @property
     def idle(self) -> bool:
-        """Whether no planned step is unfinished and every reply has left."""
+        """Returns whether no planned step is unfinished and every reply has left."""
         return not self._n_leaving and not any(job.steps for job in self._jobs.values())
 
     def is_serving(self, last_step: int) -> bool:
-        """Whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
+        """Returns whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
         return self._n_leaving > 0 or any(number <= last_step for _, number in self._live_steps())
 
     @property
@@ -211,7 +211,7 @@ class ServerMachine(Generic[Peer, Work]):
         why = f"job {job_id} was closed: {reason or 'finished'}"
         steps, job.steps = list(job.steps.values()), {}
         return [
-            Note(why),
+            LogLine(why),
             *self._cut(self._ranks_of(job), why),
             *(each for ticks in steps for each in _give_up(ticks, why)),
             *self._pressure.changed(),
@@ -233,7 +233,7 @@ class ServerMachine(Generic[Peer, Work]):
         dropped = [each for number in void for each in _give_up(job.steps.pop(number), why)]
         cut = self._cut([p for p in self._ranks_of(job) if self._ranks[p].epoch < epoch], why)
         return [
-            Note(f"{why}: {len(void)} steps and {len(cut)} connections dropped"),
+            LogLine(f"{why}: {len(void)} steps and {len(cut)} connections dropped"),
             *cut,
             *dropped,
             *self._pressure.changed(),
@@ -276,7 +276,7 @@ class ServerMachine(Generic[Peer, Work]):
         why = f"step {outline.step} cannot be served by {self._server_id}: {error}"
         job.refused[outline.epoch, outline.step] = why
         concerned = [p for p in self._ranks_of(job) if outline.has_rank(self._ranks[p].rank)]
-        return [Note(why, "error"), *(CloseConnection(peer, why) for peer in concerned)]
+        return [LogLine(why, "error"), *(CloseConnection(peer, why) for peer in concerned)]
 
     def abandon(self, job_id: str, rank: int, first_step: int) -> Instructions[Peer, Work]:
         """Forgets the unfinished steps before ``first_step`` that ``rank`` takes part in: it does
@@ -315,8 +315,8 @@ class ServerMachine(Generic[Peer, Work]):
             )
         # A rank may hear of a recovery before this server does.
         out = self._recover(job, epoch)
-        lanes: list[Lane[Work]] = [Lane() for _ in range(job.n_nano_batches)]
-        connected = self._ranks[peer] = _Rank(job, rank, first_step, epoch, lanes)
+        lanes: list[RankLane[Work]] = [RankLane() for _ in range(job.n_nano_batches)]
+        connected = self._ranks[peer] = _ServedRank(job, rank, first_step, epoch, lanes)
         self._lost_ranks.pop((job_id, rank), None)
         out += self.abandon(job_id, rank, first_step)
         for number in sorted(job.steps):
@@ -390,8 +390,8 @@ class ServerMachine(Generic[Peer, Work]):
             rank.over(entry)
         return self._memory_over(rank, tick) + self._post(peer)
 
-    def _memory_over(self, rank: _Rank[Work], tick: Tick) -> Instructions[Peer, Work]:
-        """In pipelines a rank's messages are counted by themselves: other ranks come to the tick
+    def _memory_over(self, rank: _ServedRank[Work], tick: Tick) -> Instructions[Peer, Work]:
+        """Frees a rank's memory of a tick in pipelines, where other ranks come to the tick
         much later."""
         job = rank.job
         if job.order is None:
@@ -442,7 +442,7 @@ class ServerMachine(Generic[Peer, Work]):
         """Ends a tick whose ranks all have their replies, or that was given up.
 
         One that failed fails the whole step: the ranks that it owed a reply cannot go on, and those
-        that are still to send must be told.
+        that are still to send must learn of it.
 
         Args:
             job_id, step, tick: which.
@@ -529,7 +529,7 @@ def _give_up(ticks: ServedTicks[Work], why: str) -> list[GiveUpTick[Work]]:
 
 
 def _needs(job: _Job[Work], outline: StepOutline) -> dict[MemoryLane, list[tuple[Tick, int]]]:
-    """By lane of the memory, its ticks in order, each with the memory of its messages."""
+    """The ticks of each lane of the memory in order, each with the memory of its messages."""
     order, needs = job.order, dict[MemoryLane, list[tuple[Tick, int]]]()
     for nano_batch, ticks in outline.lanes.items():
         for tick, each in ticks.items():

@@ -33,7 +33,7 @@ class ServedTicks(Generic[Work]):
 
     @property
     def finished(self) -> bool:
-        """Whether every tick is over."""
+        """Returns whether every tick is over."""
         return self._n_left == 0
 
     def open_tick(self, tick: Tick) -> TickMachine | str:

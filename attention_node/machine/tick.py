@@ -36,7 +36,8 @@ class TickMachine:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every part has run and every rank has its reply, but the tick is not closed."""
+        """Returns whether every part has run and every rank has its reply, but the tick is not
+        closed."""
         return not (self.closed or self.undone or self.unreplied)
 
     def arrive(self, rank: int) -> list[int]:
@@ -69,10 +70,10 @@ class TickMachine:
         self.unreplied.discard(rank)
 
     def give_up(self, failure: BaseException) -> list[int]:
-        """Ends the tick without results; returns the ranks to be told, in order."""
+        """Ends the tick without results; returns the ranks to inform, in order."""
         self.failure = failure
         return sorted(self.unreplied & self.arrived)
 
     def close(self) -> None:
-        """Every rank has its reply, or was told that it gets none."""
+        """Ends the tick: every rank has its reply, or knows that it gets none."""
         self.closed = True

@@ -1,4 +1,4 @@
-"""Which ticks may hold memory for messages on a server whose memory is limited.
+"""The ticks that may hold memory for messages on a server whose memory is limited.
 
 A tick ends only when all its ranks have sent their rows, so a server that gave its memory to parts
 of many ticks could end none of them. Two rules keep it from that:
@@ -33,7 +33,7 @@ LaneKey = tuple[str, Lane]
 
 
 class MemoryTooSmall(RuntimeError):
-    """The ticks of a plan cannot be received one at a time; the message tells by how much."""
+    """The ticks of a plan cannot be received one at a time; the message has the numbers."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class _Lane:
 
     @property
     def charged_bytes(self) -> int:
-        """What the other lanes cannot have."""
+        """The bytes that the other lanes cannot have."""
         return max(self.entitled_bytes, self.held_bytes)
 
     def update(self) -> None:
@@ -93,7 +93,7 @@ class TickMemory:
         self._lanes: dict[LaneKey, _Lane] = {}
 
     def add_step(self, job_id: str, lanes: Mapping[Lane, Sequence[tuple[Tick, int]]]) -> None:
-        """A step is planned, or planned anew: then what was known of it counts no longer.
+        """A step is planned, perhaps not for the first time: its former plan counts no longer.
 
         Args:
             job_id: the job.
@@ -119,10 +119,9 @@ class TickMemory:
             largest = max(lane.entitled_bytes for lane in self._lanes.values())
             self._restore(before)
             raise MemoryTooSmall(
-                f"the messages of one tick of each lane have {entitled} bytes, the largest tick "
-                f"alone {largest}; the limit is {self._limit_bytes} bytes: "
-                f"{entitled - self._limit_bytes} are missing. Raise --buffer-limit-mib, or set "
-                "--capacity-rows so that the planner gives this server less"
+                f"a tick of each lane has {entitled} bytes of messages, the largest {largest}; the "
+                f"limit is {self._limit_bytes} bytes: raise --buffer-limit-mib or set "
+                "--capacity-rows"
             )
 
     def keep_steps(self, steps: Iterable[tuple[str, int]]) -> None:
@@ -133,8 +132,8 @@ class TickMemory:
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.needs}
 
     def admit(self, job_id: str, tick: Tick, name: Lane) -> bool:
-        """Whether receives of ``tick`` may be posted now, in the lane of that name. A tick that is
-        not known any more may: nothing will come of it."""
+        """Returns whether receives of ``tick`` may be posted now, in the lane of that name. A tick
+        that is not known any more may: nothing will come of it."""
         lane = self._lanes.get((job_id, name))
         if lane is None or tick not in lane.needs or tick in lane.admitted:
             return True

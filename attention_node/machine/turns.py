@@ -1,4 +1,4 @@
-"""What a rank of a pipeline is still to send, by the actions of its schedule."""
+"""The ticks that a rank of a pipeline is still to send, by the actions of its schedule."""
 
 from __future__ import annotations
 

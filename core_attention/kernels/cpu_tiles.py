@@ -1,4 +1,4 @@
-"""How the CPU kernel cuts a batch of CA-tasks into tiles of bounded size.
+"""The tiles of bounded size into which the CPU kernel cuts a batch of CA-tasks.
 
 A tile is what one round of matrix products computes: a block of query rows of one task with all the
 keys they see, or several short tasks padded to one size. Either way a row's scores are complete in

@@ -38,7 +38,7 @@ SMALL_CAPABILITIES = ((8, 6), (8, 9), (12, 0), (12, 1))
 MAX_HEAD_DIM, SMALL_HEAD_DIM = 256, 192
 
 LONG = 2
-"""Longest task that the operator is told of, at least: it lays tasks of one query out another
+"""The least longest task that the operator gets to know: it lays tasks of one query out another
 way."""
 
 
@@ -187,7 +187,7 @@ class Fa2Kernel:
 def check_shape(
     shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
 ) -> None:
-    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
+    """Checks that the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
     check_dtype("fa2", shape)
     if rule.softcap:
         raise ValueError(

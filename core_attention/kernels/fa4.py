@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 INSTALL = "pip install 'distca[fa4]' (flash-attn-4 4.0.0b36 or later)"
 
 LONG = 1024
-"""Longest task that the library is told of, at least: it compiles apart for batches of short ones,
-and serving must not meet a configuration that was not warmed up."""
+"""The least longest task that the library gets to know: it compiles apart for batches of short
+ones, and serving must not meet a configuration that was not warmed up."""
 
 _ARGUMENTS = {
     "_flash_attn_fwd": {"seqused_q", "seqused_k", "out", "lse", "causal", "softcap"},
@@ -302,21 +302,21 @@ def library_dims(
 def check_shape(
     shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
 ) -> None:
-    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
+    """Checks that the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``."""
     check_dtype("fa4", shape)
     dims = (shape.head_dim, shape.head_dim_v)
     most = _HEAD_DIMS[capability[0]]
     if dims != LATENT_DIMS and not all(8 <= dim <= most and dim % 8 == 0 for dim in dims):
         raise ValueError(
-            f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports multiples of 8 "
-            f"up to {most}, and 192 with 128, on a GPU of compute capability "
-            f"{capability[0]}.{capability[1]}"
+            f"head_dim {dims[0]} with head_dim_v {dims[1]}: on compute capability "
+            f"{capability[0]}.{capability[1]} fa4 supports multiples of 8 up to {most}, and 192 "
+            "with 128"
         )
     if max(dims) > most and shape.group_size > 1:
         raise ValueError(
-            f"head_dim {dims[0]} with head_dim_v {dims[1]}: on a GPU of compute capability "
-            f"{capability[0]}.{capability[1]} the fa4 kernel supports these only where "
-            f"num_heads_kv equals num_heads, not {shape.num_heads_kv} and {shape.num_heads}"
+            f"head_dim {dims[0]} with head_dim_v {dims[1]}: on compute capability "
+            f"{capability[0]}.{capability[1]} fa4 supports them where num_heads_kv equals "
+            f"num_heads, not {shape.num_heads_kv} and {shape.num_heads}"
         )
     if rule.softcap and capability[0] != HOPPER_MAJOR and max(dims) > SMALL_HEAD_DIM:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How the tasks of a part become FlashAttention launches, with the index tensors they need.
+"""The FlashAttention launches of a part's tasks, with the index tensors that they need.
 
 A launch is one variable-length call: task b has the queries from ``cu_seqlens_q[b]`` on and the
 keys from ``cu_seqlens_k[b]`` on, with the causal mask aligned to the last key of each. Everything
@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class GradientSum:
-    """Which rows of the tasks' dK (and dV) add up to which rows of the part's.
+    """The rows of the tasks' dK (and dV) that add up to each row of the part's.
 
     Target rows are cut into blocks of at most SUM_ROWS rows in which the same tasks meet.
 
@@ -281,7 +281,7 @@ class _Upload:
 def head_groups(
     num_heads: int, num_heads_kv: int, n_keys: int, workspace_keys: int
 ) -> list[HeadGroup]:
-    """In which groups a backward launch takes its heads, so that a task with more keys than the
+    """The groups in which a backward launch takes its heads, so that a task with more keys than the
     workspace is meant for needs no more memory than one that fits, as far as there are heads to
     divide.
 

@@ -1,4 +1,4 @@
-"""What the GPU kernels share: checks of device and shape, and a batch to warm up with."""
+"""The common parts of the GPU kernels: checks of device and shape, and a batch to warm up with."""
 
 from __future__ import annotations
 

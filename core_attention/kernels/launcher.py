@@ -53,7 +53,7 @@ def require_launcher(load: Callable[[], object] = _load) -> None:
 
 
 def _trouble(error: Exception) -> Trouble:
-    """What is behind ``error``, which loading the launcher raised."""
+    """The cause of ``error``, which loading the launcher raised."""
     if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
         return Trouble(
             f"Triton keeps its launcher in {error.filename}, which cannot be written "

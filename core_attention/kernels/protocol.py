@@ -1,4 +1,4 @@
-"""What a kernel is: one call that runs a fused batch of CA-tasks, forward or backward.
+"""The interface of a kernel: one call that runs a fused batch of CA-tasks, forward or backward.
 
 Tensor names end in their dimensions' meaning as follows: q rows x heads x head dim; all tensors are
 contiguous, on one device. Every kernel passes ``tests/unit/core_attention/kernel_conformance.py``.
@@ -23,7 +23,7 @@ HIGH_PRIORITY: Final = -1
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """Where the rows of each CA-task lie in a part's tensors; half-open row ranges.
+    """The rows of each CA-task in a part's tensors; half-open row ranges.
 
     The same object serves every layer of a step, so a kernel may cache by identity what it derives
     from it (index tensors on the device, launch parameters). Under the causal mask, query i of a

@@ -1,4 +1,4 @@
-"""Which kernel runs on a device: a registry of names, and the best choice if none is given."""
+"""The kernel of a device: a registry of names, and the best choice if none is given."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KERNELS: Mapping[str, KernelEntry] = MappingProxyType(
         "fa2": KernelEntry("cuda", _make_fa2),
     }
 )
-"""By name, the preferred kernel of a device type first."""
+"""The kernels by name, the preferred one of a device type first."""
 
 
 def select_kernel(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST: Final = -1
-"""In place of a GPU's index."""
+"""A number in place of a GPU's index."""
 
 _BACKEND = "UCX"
 _ENVIRONMENT_LOCK = threading.Lock()
@@ -54,7 +54,7 @@ def import_nixl() -> Any:
 
 
 def nixl_errors(library: Any) -> tuple[type[Exception], ...]:
-    """What its calls raise: classes with no base of their own, and RuntimeError."""
+    """The exceptions of its calls: classes with no base of their own, and RuntimeError."""
     bindings = importlib.import_module(f"{library.__name__}._bindings")
     classes = [
         value
@@ -65,7 +65,7 @@ def nixl_errors(library: Any) -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class RegisteredSlab:
     """A registered slab.
 
     Attributes:
@@ -114,7 +114,7 @@ class NixlAgent:
         self._remote_names: dict[bytes, str] = {}
         self._retired: list[tuple[int, int]] = []
 
-    def register(self, slab: torch.Tensor) -> Region:
+    def register(self, slab: torch.Tensor) -> RegisteredSlab:
         """Registers a slab, 1-D uint8."""
         begin, nbytes = slab.data_ptr(), slab.numel()
         handle = self._agent.register_memory(
@@ -122,9 +122,11 @@ class NixlAgent:
         )
         metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
         logger.debug("registered %d bytes", nbytes)
-        return Region(self, begin, begin + nbytes, metadata, handle, storage=slab.untyped_storage())
+        return RegisteredSlab(
+            self, begin, begin + nbytes, metadata, handle, storage=slab.untyped_storage()
+        )
 
-    def retire(self, region: Region) -> None:
+    def retire(self, region: RegisteredSlab) -> None:
         """Deregisters a slab that its pool has let go of."""
         self._retired.append((region.begin, region.end))
         try:
@@ -133,7 +135,7 @@ class NixlAgent:
             logger.warning("nixl did not deregister %d bytes: %s", region.end - region.begin, error)
 
     def knows_otherwise(self, slab: torch.Tensor) -> bool:
-        """Whether peers may have metadata of other slabs for some of its addresses."""
+        """Returns whether peers may have metadata of other slabs for some of its addresses."""
         begin = slab.data_ptr()
         end = begin + slab.numel()
         return any(first < end and begin < last for first, last in self._retired)
@@ -226,10 +228,10 @@ class NixlMemory:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the library raises."""
+        """The exceptions of the library."""
         return self._agent.errors
 
-    def region(self, slab: torch.Tensor) -> Region:
+    def region(self, slab: torch.Tensor) -> RegisteredSlab:
         """The registration of ``slab``, made now if there is none.
 
         Raises:
@@ -262,7 +264,7 @@ class NixlMemory:
         """See ``NixlAgent.forget_dead``."""
         self._agent.forget_dead(metadata)
 
-    def _register(self, slab: torch.Tensor) -> Region:
+    def _register(self, slab: torch.Tensor) -> RegisteredSlab:
         if self._agent.knows_otherwise(slab):
             logger.info("memory was given back and comes again: a new nixl agent takes over")
             self._agent = NixlAgent(self._settings)
@@ -280,7 +282,7 @@ class NixlMemory:
 class _Registered:
     """A slab's registration with the agent that was in force when it was last used."""
 
-    region: Region
+    region: RegisteredSlab
 
 
 def _memory_kind(on_gpu: bool) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from data_plane.base_connection import BaseConnection, Place, nothing
 from data_plane.greeting import Greeting
 from data_plane.metrics import DropCause
-from data_plane.nixl.agent import HOST, Region
+from data_plane.nixl.agent import HOST, RegisteredSlab
 from data_plane.nixl.link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl.worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
@@ -52,7 +52,7 @@ _PEER_DIED: Final = "the peer died or closed it"
 
 @dataclass(frozen=True)
 class _RemoteOffer:
-    """Where the peer wants the bytes of a message."""
+    """The place where the peer wants the bytes of a message."""
 
     region: int
     address: int
@@ -65,7 +65,7 @@ class _Advertised:
     """An offer that the peer knows of, and may be writing to."""
 
     transfer: PostedTransfer
-    region: Region | None
+    region: RegisteredSlab | None
     begun: bool = False
 
 
@@ -105,7 +105,7 @@ class NixlConnection(BaseConnection):
         self._on_bad_greeting: Callable[[ValueError], None] | None = None
         self._max_unclaimed_offers = max_unclaimed_offers
         self._advertised: dict[Place, _Advertised] = {}
-        self._sent_regions: dict[Region, int] = {}
+        self._sent_regions: dict[RegisteredSlab, int] = {}
         self._remote_regions: dict[int, bytes] = {}
         self._remote_offers: defaultdict[Place, deque[_RemoteOffer]] = defaultdict(deque)
         self._remote_offer_count = 0
@@ -158,10 +158,10 @@ class NixlConnection(BaseConnection):
             FrameKind.OFFER, _OFFER.pack(*place, number, address, transfer.nbytes, device_index)
         )
 
-    def _region_of(self, transfer: PostedTransfer) -> Region:
+    def _region_of(self, transfer: PostedTransfer) -> RegisteredSlab:
         return self.worker.memory.region(transfer.buffer.slab)
 
-    def _send_region(self, region: Region) -> None:
+    def _send_region(self, region: RegisteredSlab) -> None:
         if region not in self._sent_regions:
             number = self._sent_regions[region] = len(self._sent_regions)
             self.link.send(FrameKind.REGION, _NUMBER.pack(number) + region.metadata)

@@ -40,5 +40,5 @@ class FrameMac:
         return keyed.digest()
 
     def is_next(self, head: bytes, payload: bytes, mac: bytes) -> bool:
-        """Whether ``mac`` is the code of the next frame, which it then is."""
+        """Returns whether ``mac`` is the code of the next frame, which it then is."""
         return same(self.next(head, payload), mac)

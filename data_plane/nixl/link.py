@@ -1,6 +1,6 @@
 """The TCP link beside nixl: greetings, offers, and the news of writes, as small frames.
 
-nixl is one-sided and has no failure detector of its own. The link tells each side what the other
+nixl is one-sided and has no failure detector of its own. The link shows each side what the other
 offers and when its bytes are there, and it ends when the other process ends, at once.
 
 A frame is a kind (1 byte), a length (4 bytes, big-endian), a code that shows whose it is
@@ -33,7 +33,7 @@ _USER_TIMEOUT_MILLISECONDS = 10_000
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """The kinds of frames."""
 
     REGION = 1
     OFFER = 2
@@ -62,7 +62,7 @@ class NixlLink:
     """One non-blocking socket, driven by the owner thread; every method is for that thread.
 
     Args:
-        worker: tells when the socket can be read or written.
+        worker: watches when the socket can be read or written.
         connection: a connected socket; the link closes it.
         on_frame: takes each frame; raises BadFrame for one that makes no sense.
         on_bad: called, once, for a greeting or frame that makes no sense; nothing more is read.
@@ -107,7 +107,7 @@ class NixlLink:
 
     @property
     def finished(self) -> bool:
-        """Whether this side has said that it sends nothing more."""
+        """Returns whether this side has said that it sends nothing more."""
         return self._socket is None or (self._finishing and not self._outgoing)
 
     def send(self, kind: FrameKind, payload: bytes) -> None:

@@ -12,7 +12,7 @@ from data_plane.ucx_options import UcxSettings
 
 @dataclass(frozen=True, kw_only=True)
 class NixlSettings(UcxSettings):
-    """How a ``NixlTransport`` uses nixl, which moves bytes with a UCX of its own.
+    """The settings of a ``NixlTransport`` for nixl, which moves bytes with a UCX of its own.
 
     Attributes:
         max_unclaimed_offers: offers of a peer that one connection may have waiting for a put; one

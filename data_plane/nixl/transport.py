@@ -54,7 +54,7 @@ _LINGER_SECONDS = 1.0
 class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     """Implements ``Transport`` with nixl. Starts its owner thread at once; ``close`` ends it.
 
-    nixl does not tell its lanes, so a probe names none.
+    nixl does not name its lanes, so a probe names none.
 
     Args:
         settings: devices, UCX options and limits.
@@ -202,7 +202,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
 
     @property
     def _source(self) -> tuple[str, int] | None:
-        """Where links begin: the address that UCX is bound to."""
+        """The address where links begin: the one that UCX is bound to."""
         data_host = self._settings.data_host
         return None if self._members is None or data_host is None else (ipv4_of(data_host), 0)
 

@@ -37,7 +37,7 @@ class NixlWorker(OwnerThread):
     Attributes:
         memory: registers buffers.
         lingering: connections that are closed but whose peer may still write to this process, or
-            has not been told everything.
+            has not got everything.
     """
 
     memory: NixlMemory
@@ -145,7 +145,7 @@ class NixlWorker(OwnerThread):
         return len(left) < len(under_way)
 
     def _advance(self, entry: _Write) -> bool:
-        """Whether a write is over; then its callback has been called."""
+        """Returns whether a write is over; then its callback has been called."""
         error: Exception | None = None
         try:
             if not entry.write.done():

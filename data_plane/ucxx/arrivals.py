@@ -1,9 +1,9 @@
-"""Which messages a UCX worker expects, by their tags on the wire, and those that nobody expects.
+"""The messages that a UCX worker expects, by their tags on the wire, and those that none expects.
 
 A tag is good for one message. A second one under it is somebody else's, or the first was: its
 recipient receives it too, and ends its connection.
 
-A message may come before its offer, and then nothing tells whose it is, or whether a stranger sent
+A message may come before its offer, and then nothing shows whose it is, or whether a stranger sent
 it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are dropped
 and counted. When an offer comes for a message that was dropped, the connection of that offer fails,
 and no other: so a flood may end connections of peers whose messages wait while it goes on.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Recipient(Protocol):
-    """Who expects a message."""
+    """The object that expects a message."""
 
     def take(self, transfer: PostedTransfer | None, message: Any) -> None:
         """The message for ``transfer``, or the next news without one, has come; or a second one,
@@ -41,12 +41,12 @@ class MessageDropped(Exception):
 
 
 class Arrivals:
-    """Of one worker. Every method is for the owner thread.
+    """The arrivals of one worker. Every method is for the owner thread.
 
     Args:
         discard: frees a message.
         call_at: has a callback run at a ``time.monotonic()``.
-        on_dropped: told of each message that is dropped.
+        on_dropped: called for each message that is dropped.
         max_messages, max_bytes, max_seconds: how many messages that nobody expects yet may wait,
             how much memory of UCX they may take, and how long.
     """
@@ -167,7 +167,7 @@ class Arrivals:
 
 
 def _held_bytes(message: Any) -> int:
-    """What UCX holds of a message, at most."""
+    """The bytes that UCX holds of a message, at most."""
     length: int = message.length
     return max(length, _ANNOUNCEMENT_BYTES) if length <= _EAGER_BYTES else _ANNOUNCEMENT_BYTES
 

@@ -140,7 +140,7 @@ class UcxxConnection(BaseConnection):
         on_done: Callable[[], None],
     ) -> None:
         """Sends or receives over UCX's stream API, which belongs to one endpoint: UCX matches tags
-        per worker, and before there are keys nothing tells two new clients apart."""
+        per worker, and before there are keys two new clients look alike."""
         if self.endpoint is None:
             return
         try:

@@ -1,6 +1,6 @@
 """Asks UCX about an endpoint: both socket addresses, and the transports it uses.
 
-ucxx does not wrap ``ucp_ep_query``, and nothing else tells whether UCX chose shared memory, NVLink
+ucxx does not wrap ``ucp_ep_query``, and nothing else shows whether UCX chose shared memory, NVLink
 or TCP. The structures are those of ``ucp/api/ucp.h``; their ``field_mask`` keeps them stable.
 """
 
@@ -41,7 +41,7 @@ class _EndpointAttributes(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointInfo:
-    """What UCX tells about an endpoint.
+    """UCX's facts about an endpoint.
 
     Attributes:
         local: (IP address, port) of this side; ("", 0) when unknown.

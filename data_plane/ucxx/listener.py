@@ -36,7 +36,7 @@ class UcxxListener:
         ip: address of this machine that clients must have connected to.
         port: 0 takes any free one.
         accept: judges each client.
-        on_refused: told of each client that is not taken in.
+        on_refused: called for each client that is not taken in.
         open_connection: makes a connection of an endpoint and a peer's name.
         handshake_timeout_seconds: how long a client may take to say hello.
         max_half_open: clients that may be about to say hello, or about to read that they are
@@ -94,7 +94,7 @@ class UcxxListener:
         self._listener = None
 
     def knows(self, accepted: Accepted) -> bool:
-        """Whether a TCP connection to this port is that of a client that UCX has told of. Any
+        """Returns whether a TCP connection to this port is of a client that UCX has mentioned. Any
         thread."""
         return accepted.peer in self._taken_in or not self._sees_addresses
 

@@ -17,7 +17,7 @@ from data_plane.ucx_options import UcxSettings
 
 @dataclass(frozen=True, kw_only=True)
 class UcxxSettings(UcxSettings):
-    """How a ``UcxxTransport`` uses UCX.
+    """The settings of a ``UcxxTransport`` for UCX.
 
     Attributes:
         max_unclaimed_messages: messages that may wait for an offer; of more, the oldest are

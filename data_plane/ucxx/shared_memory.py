@@ -1,4 +1,4 @@
-"""Finds out whether a UCX worker still hears its peers over shared memory.
+"""Finds out whether a UCX worker still gets its peers' messages over shared memory.
 
 All processes of a host write to a worker through one queue in shared memory. Each takes the next
 slot, fills it, and marks it as full; the worker reads the slots in order. A process that is killed
@@ -37,7 +37,7 @@ class SharedMemoryCheck:
         worker: the ``UCXWorker`` to check. Its thread goes on to progress it.
 
     Attributes:
-        tag: of the message, which the worker's thread hands to :meth:`hear` when it comes.
+        tag: of the message, which the worker's thread reports by :meth:`arrive` when it comes.
 
     Raises:
         UCXError, RuntimeError: UCX could not make the worker beside it.
@@ -45,7 +45,7 @@ class SharedMemoryCheck:
 
     def __init__(self, worker: Any) -> None:
         self.tag = secrets.randbits(64)
-        self._heard = False
+        self._arrived = False
         self._turns = 0
         self._began = time.monotonic()
         feature = libucxx.Feature
@@ -58,9 +58,9 @@ class SharedMemoryCheck:
 
     @property
     def deaf(self) -> bool:
-        """Whether the worker has had time to hear the message and has not."""
+        """Returns whether the worker has had time to get the message and has not."""
         return (
-            not self._heard
+            not self._arrived
             and self._turns >= _DEAF_TURNS
             and time.monotonic() - self._began >= DEAF_SECONDS
         )
@@ -69,11 +69,11 @@ class SharedMemoryCheck:
         """One turn of the check; returns whether it is over."""
         self._turns += 1
         self._caller.progress()
-        return self._heard or self.deaf
+        return self._arrived or self.deaf
 
-    def hear(self) -> None:
+    def arrive(self) -> None:
         """The message has come."""
-        self._heard = True
+        self._arrived = True
 
     def close(self) -> None:
         """Lets go of the worker beside it."""

@@ -174,7 +174,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         self._silent_sockets.watch(ports)
 
     def _start_anew(self) -> None:
-        """The worker hears nobody of this host any more: ends its connections, and goes on with a
+        """The worker gets nothing from this host any more: ends its connections, and goes on with a
         new one that listens where the old one did. Owner thread."""
         if self._closed:
             return

@@ -1,8 +1,8 @@
-"""Tags on the wire that nobody can foretell but the two ends of a connection.
+"""Tags on the wire that nobody can foresee but the two ends of a connection.
 
 UCX matches messages by a 64-bit tag, for all connections of a process together, and does not say
 which of them one came over. So the tag has to say it: it is a keyed function of what the message is
-to its connection, and whoever does not hold the key meets an expected one with a chance of
+to its connection, and a sender without the key meets an expected one with a chance of
 2**-64 for each.
 """
 
@@ -45,6 +45,6 @@ class WireTags:
 
     def news_code(self, wire: int, news: bytes) -> bytes:
         """NEWS_CODE_BYTES that show that ``news`` are what the peer sends under the tag ``wire``,
-        which whoever reads the network sees before they arrive."""
+        which a reader of the network sees before they arrive."""
         whole = wire.to_bytes(8) + news
         return hashlib.blake2b(whole, key=self._news_key, digest_size=NEWS_CODE_BYTES).digest()

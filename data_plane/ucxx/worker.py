@@ -48,11 +48,11 @@ class UcxxWorker(OwnerThread):
 
     Args:
         settings: how to use UCX.
-        on_deaf: called when the worker hears nothing over shared memory any more. It is to close
+        on_deaf: called when the worker gets nothing over shared memory any more. It is to close
             everything that uses the worker, and then to call :meth:`replace`.
         on_message: called with each arrived tag message (a ``TagProbeResult`` whose handle must
             be received or discarded). Matching messages here instead of posting receives to UCX
-            tells their length before a byte is written, and leaves an offer that nothing came
+            shows their length before a byte is written, and leaves an offer that nothing came
             for with no trace in UCX.
 
     Attributes:
@@ -95,7 +95,7 @@ class UcxxWorker(OwnerThread):
         """Frees an arrived message that nobody wants, however long it is.
 
         UCX can only free it by receiving it. Into memory that is too short for it, it moves nothing
-        and tells the sender that all is done.
+        and the sender sees all as done.
         """
         memory = np.empty(1, dtype=np.uint8)
         request = self.ucp.tag_recv_with_handle(Array(memory), message)
@@ -195,7 +195,7 @@ class UcxxWorker(OwnerThread):
         while (message := self.ucp.tag_probe(_ANY_TAG, _ANY_TAG_MASK, True)).matched:
             found = True
             if self._check is not None and message.sender_tag.value == self._check.tag:
-                self._check.hear()
+                self._check.arrive()
                 self.discard(message)
                 continue
             self._guard(lambda arrived=message: self._on_message(arrived))  # type: ignore[misc]

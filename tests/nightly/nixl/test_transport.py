@@ -15,7 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from data_plane.buffer_pool import BufferPool
-from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
+from data_plane.greeting import HEADER_BYTES, Greeting, GreetingKind, decode_header
 from data_plane.handshake import ClientHandshake
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.nixl.connection import NixlConnection
@@ -280,7 +280,7 @@ def test_a_refused_peer_is_not_listened_to(peer: NixlTransport) -> None:
         frame = struct.pack("!BI", 1, len(metadata)) + bytes(MAC_BYTES) + metadata
         link.sendall(hello.encode() + frame)
         answer = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
-        assert answer.status is Status.REJECTED
+        assert answer.status is GreetingKind.REJECTED
         assert b"not today" in link.recv(answer.body_bytes, socket.MSG_WAITALL)
         (connection,) = refused
         assert isinstance(connection, NixlConnection)

@@ -55,7 +55,7 @@ class RawClient:
         return memory.tobytes()
 
     def receive_greeting(self) -> tuple[int, bytes]:
-        """Status and body of one."""
+        """GreetingKind and body of one."""
         magic, status, length = struct.unpack("!8sII", self.receive(16))
         assert magic == MAGIC
         return status, self.receive(length)

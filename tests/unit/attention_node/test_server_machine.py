@@ -59,7 +59,7 @@ def test_a_receive_without_room_is_posted_when_memory_comes_back() -> None:
     add(machine, 0)
     machine.now = 1.0
     (overloaded,) = machine.no_room("a", first_tick())
-    assert isinstance(overloaded, instructions.Note)
+    assert isinstance(overloaded, instructions.LogLine)
     assert overloaded.level == "warning"
     machine.now = 2.0
     assert machine.no_room("b", first_tick()) == []
@@ -77,14 +77,14 @@ def test_a_receive_without_room_is_posted_when_memory_comes_back() -> None:
     machine.retry()
     machine.now = 7.0 + 2 * CALM_SECONDS
     (calm,) = machine.retry()
-    assert isinstance(calm, instructions.Note)
+    assert isinstance(calm, instructions.LogLine)
     assert calm.level == "info"
 
 
 def test_a_step_that_never_fits_closes_its_ranks_and_refuses_them() -> None:
     machine = machine_with("a", limit_bytes=TICK_BYTES - 1)
     note, closed = add(machine, 0)
-    assert isinstance(note, instructions.Note)
+    assert isinstance(note, instructions.LogLine)
     assert note.level == "error"
     assert isinstance(closed, instructions.CloseConnection)
     assert "cannot be served by server" in closed.why

@@ -92,7 +92,7 @@ def test_step_that_is_planned_late_comes_first() -> None:
 def test_plan_that_cannot_be_received_tells_by_how_much() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60)})
-    with pytest.raises(MemoryTooSmall, match=r"110 bytes, .* alone 60.* 10 are missing"):
+    with pytest.raises(MemoryTooSmall, match=r"110 bytes .* largest 60; .* 100 bytes"):
         memory.add_step(JOB, {0: lane(0, 10, step=1), 1: lane(1, 50, step=1)})
     memory.add_step(JOB, {0: lane(0, 10, step=1), 1: lane(1, 40, step=1)})
 

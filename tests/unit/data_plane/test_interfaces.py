@@ -77,7 +77,7 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     shape = parse_shape("8:2:64:float32")
-    said = r"data_host is not given, and this machine's name, 'box', has no IPv4 address: Name or"
+    said = r"this machine's name 'box' has no IPv4 address: Name or"
     with pytest.raises(ValueError, match=said):
         NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
     with pytest.raises(ValueError, match=said):

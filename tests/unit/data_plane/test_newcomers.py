@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from data_plane.base_connection import BaseConnection
-from data_plane.greeting import BadGreeting, Greeting, Status
+from data_plane.greeting import BadGreeting, Greeting, GreetingKind
 from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.newcomers import Newcomers
 from data_plane.owner_thread import OwnerThread
@@ -118,7 +118,7 @@ def test_who_is_taken_in_has_no_deadline_and_makes_room(
         client = enter(newcomers, lambda: proven_clients.append(None))
         client.say_hello()
         assert client.keys is not None
-        assert client.heard[-1].status is Status.ACCEPTED
+        assert client.heard[-1].status is GreetingKind.ACCEPTED
         owner.run_due()
         assert not client.closed
     client.close("later")
@@ -155,7 +155,7 @@ def test_who_is_refused_may_read_why_before_it_is_closed(
     else:
         client.says_nonsense(BadGreeting("is none"))
     assert refused == [failure]
-    assert client.heard[-1].status is Status.REFUSED
+    assert client.heard[-1].status is GreetingKind.REFUSED
     assert client.keys is None
     assert client.closed == []
     owner.run_due()

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from data_plane.greeting import Greeting, Status
-from data_plane.handshake import ClientHandshake, ListenerHandshake, Verdict
+from data_plane.greeting import Greeting, GreetingKind
+from data_plane.handshake import ClientHandshake, HelloVerdict, ListenerHandshake
 from data_plane.nixl.frame_mac import FrameMac
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL
 from data_plane.proof import (
@@ -89,7 +89,7 @@ def test_a_wire_tag_tells_direction_channel_and_number() -> None:
 
 def shake(
     accept: AcceptCallback, secret: bytes = SECRET, seen: Ends = ENDS, ends: Ends = ENDS
-) -> tuple[Verdict, tuple[ConnectionKeys, bytes]]:
+) -> tuple[HelloVerdict, tuple[ConnectionKeys, bytes]]:
     """A handshake without a network: the listener's verdict, and what the client makes of it."""
     client, listener = ClientHandshake(b"rank 0", secret), ListenerHandshake(seen)
     hello = client.answer(listener.challenge, ends)
@@ -165,7 +165,9 @@ def test_a_refusal_without_a_word_has_no_code() -> None:
     client, listener = ClientHandshake(b"rank 0", SECRET), ListenerHandshake(ENDS)
     client.answer(listener.challenge, ENDS)
     with pytest.raises(HandshakeRejected) as refused:
-        client.conclude(Greeting(status=Status.REFUSED, body=b""), transport="none", peer="nobody")
+        client.conclude(
+            Greeting(status=GreetingKind.REFUSED, body=b""), transport="none", peer="nobody"
+        )
     assert refused.value.code == 0
 
 
