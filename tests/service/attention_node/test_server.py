@@ -21,7 +21,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from attention_node.server import UNSERVED_SECONDS
-from attention_node.settings import NodeSettings
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
@@ -271,45 +270,11 @@ def test_a_node_that_was_stopped_for_longer_than_its_lease_comes_back(running: C
     assert node.terminate(EXIT_SECONDS) == 0
 
 
-def test_a_node_that_is_started_again_waits_for_the_lease_of_the_one_before(
-    running: Cluster,
-) -> None:
-    running.start_node("phoenix").kill()
-    node = running.start_node("phoenix")
-    assert server_ids(running) == {"node-0", "phoenix"}
-    assert node.terminate(EXIT_SECONDS) == 0
-
-
 def wait_for_servers(running: Cluster, expected: set[str]) -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     while server_ids(running) != expected:
         assert time.monotonic() < deadline, f"{server_ids(running)} instead of {expected}"
         time.sleep(0.05)
-
-
-def test_a_second_node_of_the_same_name_is_refused(running: Cluster) -> None:
-    with pytest.raises(RuntimeError, match=r"Held.*node-0"):
-        running.start_node("node-0", held_timeout_seconds=0.5)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"data_port": 70000}, "data_port is 70000"),
-        ({"drain_seconds": 0.0}, "drain_seconds is 0.0"),
-        ({"capacity_rows": -1}, "capacity_rows is -1"),
-        ({"profile_shapes": ()}, "profile_shapes is empty"),
-        ({"device": "gpu"}, "device is 'gpu'; give cpu or cuda:INDEX"),
-    ],
-)
-def test_settings_out_of_range_are_named(change: dict[str, object], named: str) -> None:
-    settings: dict[str, object] = {
-        "control_plane": "localhost:1",
-        "profile_shapes": (NODE_SHAPE,),
-        **change,
-    }
-    with pytest.raises(ValueError, match=named):
-        NodeSettings(**settings)  # type: ignore[arg-type]
 
 
 def test_a_taken_port_is_named(running: Cluster) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,21 +96,6 @@ def test_a_folder_from_which_nothing_runs() -> None:
     assert "noexec" in said
 
 
-@pytest.mark.skipif(
-    shutil.which("gcc") is None
-    or not Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h").exists(),
-    reason="needs gcc and Python.h",
-)
-def test_another_error_keeps_its_words() -> None:
-    said = refusal(AssertionError("libcuda.so cannot found!"))
-    assert "AssertionError: libcuda.so cannot found!" in said
-
-
-def test_without_triton_there_is_nothing_to_name() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        require_launcher(raises(ModuleNotFoundError("No module named 'triton'")))
-
-
 def test_the_command_line_shows_it_in_one_line(
     bare_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,15 +166,3 @@ def test_the_doctor_finds_out(tmp_path: Path, hide: bool) -> None:
     else:
         assert finding["status"] != "fail", finding
         assert list((tmp_path / "triton").rglob("*.so"))
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.timeout(300)
-def test_a_node_without_a_compiler_is_refused_by_name(tmp_path: Path) -> None:
-    environ = hidden_compilers(tmp_path, hide=True)
-    node = ["attention-node", "--control-plane=nobody.invalid:7700", f"--shape={SHAPE}"]
-    done = distca(*node, "--device=cuda:0", "--data-host=127.0.0.1", environ=environ)
-    assert done.returncode == 1
-    assert "LauncherError: no C compiler: " in done.stderr
-    assert "Traceback" not in done.stderr

@@ -81,7 +81,5 @@ def test_a_pool_takes_what_pytorchs_cache_holds_idle() -> None:
 
 
 def test_more_than_there_is_names_both_numbers() -> None:
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"buffer of 1099511627776 bytes on cuda:0: \d"
-    ):
+    with pytest.raises(torch.OutOfMemoryError, match="1099511627776 bytes on cuda:0, "):
         allocate(2**40, DEVICE)

@@ -175,20 +175,6 @@ def test_the_oldest_of_the_host_with_most_goes() -> None:
     assert len(half_open) == 3
 
 
-def test_those_that_leave_make_room() -> None:
-    half_open: HalfOpen[str] = HalfOpen(2)
-    gone = put_out_of(half_open, [("a", "x"), ("b", "x")])
-    half_open.leave("a")
-    half_open.leave("a")
-    assert "a" not in half_open
-    gone += put_out_of(half_open, [("c", "x")])
-    assert not gone
-    assert list(half_open) == ["b", "c"]
-    assert half_open.put_one_out()
-    assert half_open.put_one_out()
-    assert not half_open.put_one_out()
-
-
 def test_a_process_with_few_files_takes_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, limit in ((1024, 128), (4, 1), (10**6, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))

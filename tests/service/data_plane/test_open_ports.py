@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -131,13 +130,6 @@ def test_a_filter_leaves_no_descriptor_behind_and_needs_a_listener() -> None:
     with pytest.raises(OSError, match=f"no listener on 0.0.0.0:{port}"):
         accept_only_at(LOOPBACK, port)
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
-
-
-def test_descriptors_that_are_no_sockets_are_left_alone(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        with pytest.raises(OSError, match="no listener"):
-            accept_only_at(LOOPBACK, 1)
-        file.write("still open")
 
 
 def test_open_ports_are_spoken_of_once_and_of_loopback_never(

@@ -55,7 +55,7 @@ class RawClient:
         return memory.tobytes()
 
     def receive_greeting(self) -> tuple[int, bytes]:
-        """GreetingKind and body of one."""
+        """Status and body of one."""
         magic, status, length = struct.unpack("!8sII", self.receive(16))
         assert magic == MAGIC
         return status, self.receive(length)

@@ -126,11 +126,3 @@ def test_a_ticks_time_is_told_by_part_and_local_rows_have_no_transport(
         for part in ("wait", "kernel", "transport")
     }
     assert counts == {"wait": (2, 1.0), "kernel": (2, 3.0), "transport": (1, 0.25)}
-
-
-def test_refused_messages_are_counted_by_reason(
-    registry: CollectorRegistry, metrics: NodeMetrics
-) -> None:
-    assert value(registry, "stale_messages_total", reason="epoch") == 0
-    metrics.stale_message("epoch")
-    assert value(registry, "stale_messages_total", reason="epoch") == 1

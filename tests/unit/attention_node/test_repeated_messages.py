@@ -42,19 +42,3 @@ def test_while_the_tick_is_open(harness: Harness) -> None:
     wait_for(lambda: bool(first.puts) and bool(other.puts))
     assert not first.closed
     buffers_come_back(harness)
-
-
-def test_when_the_tick_is_over(harness: Harness) -> None:
-    first, other, second = twice_connected(harness)
-    tick = ticks_of(0)[0]
-    first.arrive(tick)
-    other.arrive(tick)
-    wait_for(lambda: bool(first.puts) and bool(other.puts) and harness.server.open_ticks == 0)
-    second.arrive(tick)
-    assert "is over" in second.reason
-    assert harness.server.open_ticks == 0
-    for rank in (first, other):
-        for following in ticks_of(0)[1:]:
-            rank.arrive(following)
-    wait_for(lambda: len(harness.finished) == 1)
-    buffers_come_back(harness)

@@ -148,6 +148,9 @@ def test_only_a_reset_of_the_last_connection_loses_a_rank(was_reset: bool) -> No
     assert machine.lost_ranks == ([("job", 0)] if was_reset else [])
     machine.now = 2.0 + LOST_RANK_SECONDS
     assert machine.lost_ranks == []
+    machine.now = 3.0
+    machine.close_job("job", "over")
+    assert machine.lost_ranks == []
     assert machine.disconnect("a again", was_reset=was_reset) == []
 
 

@@ -293,12 +293,6 @@ def test_a_rank_whose_connection_is_reset_is_lost_until_it_connects_again(harnes
     assert harness.server.lost_ranks == []
 
 
-def test_lost_ranks_of_a_job_that_is_closed_are_forgotten(harness: Harness) -> None:
-    harness.connect(1).end(PeerReset("connection reset", transport="fake", peer="rank"))
-    harness.server.close_job("job", "over")
-    assert harness.server.lost_ranks == []
-
-
 def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:
     ranks = [harness.connect(rank) for rank in range(2)]
     for step in (7, 8, 6):
@@ -309,17 +303,6 @@ def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) 
     run_step(harness, 8, *ranks)
     wait_for(lambda: len(harness.finished) == 3)
     assert [busy.step for busy in harness.finished] == [6, 7, 8]
-
-
-def test_a_receive_is_posted_when_its_message_may_come(harness: Harness) -> None:
-    """A rank sends a layer's rows when it has those of the layer before; until then they would only
-    hold memory."""
-    first, second = (harness.connect(rank) for rank in range(2))
-    harness.add(0)
-    first.arrive(ticks_of(0)[0])
-    wait_for(lambda: len(first.puts) == 1)
-    assert list(second.offers) == [ticks_of(0)[0].tag(reply=False)]
-    wait_for(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
 
 
 def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
@@ -422,17 +405,6 @@ def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> Non
     wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
 
 
-def test_a_message_of_a_step_that_another_rank_gave_up_is_answered(harness: Harness) -> None:
-    first, second = harness.connect(0), harness.connect(1)
-    harness.add(0)
-    first.close("gave up")
-    harness.connect(0, first_step=1)
-    assert not second.closed
-    second.arrive(ticks_of(0)[0])
-    assert "rank 0 did not run the step to its end" in second.reason
-    assert harness.pool.stats().in_use_bytes == 0
-
-
 def test_a_step_that_never_fits_is_refused_with_what_is_missing() -> None:
     harness = Harness(CpuKernel(), limit_bytes=2048)
     connection = harness.connect(0)
@@ -468,18 +440,6 @@ def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() 
     waited = "distca_attention_node_memory_wait_seconds_total"
     assert (harness.registry.get_sample_value(waited, {"server": "server-0"}) or 0.0) > 0.05
     wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
-    harness.executor.close()
-
-
-def test_memory_of_a_recovered_epoch_is_free_for_the_next() -> None:
-    harness = Harness(CpuKernel(), limit_bytes=TICK_BYTES)
-    before = harness.connect(0)
-    harness.add(0)
-    harness.server.recover(JOB.job_id, 1)
-    assert before.closed
-    ranks = [harness.connect(rank, epoch=1) for rank in range(2)]
-    harness.add(0, epoch=1)
-    wait_for(lambda: all(connection.offers for connection in ranks))
     harness.executor.close()
 
 

@@ -26,7 +26,6 @@ from core_attention.kernels.gpu_launches import (
     gradient_blocks,
     head_groups,
 )
-from core_attention.kernels.gpu_shapes import check_device
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.kernels.select import select_kernel
 from core_attention.score_rule import PLAIN, ScoreRule
@@ -187,13 +186,6 @@ def test_gradient_blocks_add_every_row_of_every_task_in_order(seed: int) -> None
 HOPPER, BLACKWELL, ADA = (9, 0), (10, 0), (8, 9)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (256, 256), (32, 32)])
-def test_hopper_runs_common_head_dims(dims: tuple[int, int]) -> None:
-    shape = replace(LLAMA, head_dim=dims[0], head_dim_v=dims[1])
-    fa4.check_shape(shape, HOPPER)
-    fa2.check_shape(shape, HOPPER)
-
-
 @pytest.mark.parametrize(
     ("check", "change", "capability", "message"),
     [
@@ -269,11 +261,6 @@ def test_the_library_never_gets_a_window_of_minus_one(window: int | None) -> Non
     assert sizes == ((None, None) if window is None else (window - 1, 0))
     operator = fa2._window(ScoreRule(window=window))
     assert list(operator.values()) == ([] if window is None else [window - 1, 0])
-
-
-def test_a_cpu_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'cpu'; the fa4 kernel needs a CUDA device"):
-        check_device("fa4", CPU, (9,))
 
 
 # --- kernels on a GPU -------------------------------------------------------------------------

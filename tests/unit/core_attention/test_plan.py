@@ -61,15 +61,6 @@ def test_a_slice_keeps_each_document_s_tasks_on_their_servers(plan: Plan) -> Non
 
 
 @given(plans())
-def test_slicing_a_slice_changes_nothing(plan: Plan) -> None:
-    once = for_rank(plan, 0)
-    twice = for_rank(once, 0)
-    assert once.servers == twice.servers
-    assert once.manifest.document_id.tolist() == twice.manifest.document_id.tolist()
-    assert once.forward.server.tolist() == twice.forward.server.tolist()
-
-
-@given(plans())
 def test_an_unknown_server_is_an_error(plan: Plan) -> None:
     assert plan.server_index("nobody") is None
     assert plan.server_index("server-0") == 0

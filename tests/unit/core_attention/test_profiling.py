@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from core_attention import profiling
 from core_attention.ca_task import Phase, causal_qk_pairs
-from core_attention.cost_model import CostProfile, grid_axis
+from core_attention.cost_model import CostProfile
 from core_attention.errors import ProfileError
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
@@ -117,12 +116,6 @@ def test_short_tasks_are_measured_many_to_a_call(clock: Clock) -> None:
     assert kernel.tasks_seen == {(16, 1, 1), (16, 1, 512), (1, 512, 512)}
 
 
-def test_says_what_was_extrapolated(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "core_attention.profiling")
-    measure_profile(ClockKernel(clock), SHAPE, CPU, [1, 64], [1, 64], budget_seconds=0)
-    assert "1 of 3 cells measured; from q 1, kv 1 on extrapolated" in caplog.text
-
-
 def test_a_bad_grid_is_refused_before_anything_is_measured(clock: Clock) -> None:
     kernel = ClockKernel(clock)
     with pytest.raises(ProfileError, match="q_tokens must increase strictly from 1"):
@@ -184,11 +177,3 @@ def test_short_calls_are_timed_in_a_row_and_long_ones_alone(
     assert len(made) == calls
     in_a_row = 3 if seconds < profiling.LONG_SECONDS else 1
     assert measured == pytest.approx(seconds + launch_seconds / in_a_row)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_quick_grids_are_valid_and_reach_long_documents(device: str) -> None:
-    grid = profiling.QUICK_GRIDS[device]
-    for name in ("q_tokens", "kv_tokens"):
-        grid_axis(getattr(grid, name), name)
-    assert grid.kv_tokens[-1] == {"cpu": 16384, "cuda": 131072}[device]

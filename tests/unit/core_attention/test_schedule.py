@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_attention.ca_task import Phase
 from core_attention.errors import ScheduleError
 from core_attention.schedule import Action, Kind, Schedule, from_orders, read_csv, write_csv
 from core_attention.schedule_orders import (
@@ -92,15 +91,6 @@ def test_interleaved_is_megatrons_order() -> None:
     assert " ".join(first) == "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
     assert " ".join(second) == "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
     assert schedule.rank_of_stage == (0, 1, 0, 1)
-
-
-def test_which_actions_have_attention() -> None:
-    assert [kind.attention_phase for kind in Kind] == [
-        Phase.FORWARD,
-        Phase.BACKWARD,
-        Phase.BACKWARD,
-        None,
-    ]
 
 
 def test_a_file_of_orders_without_slots_is_given_slots() -> None:

@@ -27,11 +27,6 @@ REGISTRY = {
 }
 
 
-def test_the_cpu_kernel_is_there() -> None:
-    assert select_kernel(CPU).name == "cpu"
-    assert select_kernel(CPU, "cpu").name == "cpu"
-
-
 def test_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"'nope'; valid on cpu are \['cpu'\]"):
         select_kernel(CPU, "nope")

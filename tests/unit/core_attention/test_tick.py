@@ -26,17 +26,6 @@ def test_tags_are_unique_and_leave_the_top_bit_free(
     assert 0 <= one.tag(reply=reply) < 2**63
 
 
-def test_all_tags_of_two_steps_differ() -> None:
-    seen = [
-        tick.tag(reply=reply)
-        for step in (4095, 4096)
-        for nano_batch in range(2)
-        for tick in ticks_of_lane(step, nano_batch, 80, backward=True)
-        for reply in (False, True)
-    ]
-    assert len(set(seen)) == len(seen) == 2 * 2 * 160 * 2
-
-
 def test_a_lane_goes_forward_and_mirrors_itself() -> None:
     lane = list(ticks_of_lane(7, 1, 3, backward=True))
     assert [(tick.layer, tick.phase) for tick in lane] == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,23 +28,6 @@ def test_the_smallest_range_that_is_large_enough_is_taken() -> None:
     assert taken(arena, 300).slab.number == 3
     assert taken(arena, 199).slab.number == 2
     assert arena.free_bytes == 1000 + 50
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_neighbours_become_one_again(order: tuple[int, ...]) -> None:
-    arena = arena_of(900)
-    places = [taken(arena, 300) for _ in range(3)]
-    assert arena.take(1) is None
-    for place in order:
-        arena.give_back(places[place])
-    assert taken(arena, 900).nbytes == 900
-
-
-def test_slabs_that_follow_one_another_do_not_become_one() -> None:
-    arena = arena_of(256, 256)
-    for place in [taken(arena, 256), taken(arena, 256)]:
-        arena.give_back(place)
-    assert arena.take(257) is None
 
 
 def test_an_exact_range_is_not_divided() -> None:
