@@ -260,7 +260,8 @@ class AttentionNode(Host):
                 busy_at = now
             elif now - busy_at > QUIET_SECONDS:
                 return ""
-            if self._ticks.has_ranks or self._is_member:
+            is_member = self._membership is not None and self._membership.connected
+            if self._ticks.has_ranks or is_member:
                 served_at = now
             elif now - served_at > UNSERVED_SECONDS:
                 return (
@@ -269,10 +270,6 @@ class AttentionNode(Host):
                 )
             time.sleep(0.05)
         return f"drain_seconds, {self._settings.drain_seconds:g}, have passed"
-
-    @property
-    def _is_member(self) -> bool:
-        return self._membership is not None and self._membership.connected
 
     def _measure(self, shape: AttentionShape) -> CostProfile:
         kernel, device = self._kernel, self._device

@@ -80,14 +80,11 @@ def check_rows(
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Checks that the rows of ``tensor`` lie one after another in memory, without gaps."""
     if not tensor.is_contiguous():
+        wanted = torch.empty(tensor.shape, device="meta").stride()
         raise TensorError(
-            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, not "
-            f"{_contiguous_strides(tensor.shape)}: pass {name}.contiguous()"
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, not {wanted}: "
+            f"pass {name}.contiguous()"
         )
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _batch_hint(came: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ follow is void.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.greeting import Greeting
 from data_plane.owner_thread import OwnerThread
-from data_plane.pings import Pings
+from data_plane.pings import PING_TAG, PONG_TAG, Pings
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer, TransferKind
 from data_plane.proof import ConnectionKeys, derived_key
 from data_plane.transport import (
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSE_NOTICE: Final = 0
+"""Operation of a control message: why the other side closes the connection."""
+
 MAX_CLOSE_NOTICE_BYTES: Final = 1024
 """The longest reason for closing that is sent to a peer."""
 
@@ -43,6 +47,9 @@ Place = tuple[int, int]
 
 def nothing() -> None:
     pass
+
+
+_LOCAL_IDS = itertools.count()
 
 
 class BaseConnection:
@@ -69,19 +76,18 @@ class BaseConnection:
 
     def __init__(
         self,
-        *,
         worker: OwnerThread,
-        local_id: int,
         peer: str,
         slowest_bytes_per_second: float,
         metrics: DataPlaneMetrics | None,
     ) -> None:
-        self.local_id = local_id
+        self.local_id = next(_LOCAL_IDS)
         self.worker = worker
         self.peer = peer
         self._metrics = metrics
         self._lock = threading.Lock()
         self._offers: dict[Place, PostedTransfer] = {}
+        self._moving: set[PostedTransfer] = set()
         self.error: TransportError | None = None
         self._torn_down = self._finished = False
         self.sending_key = self.receiving_key = b""
@@ -241,21 +247,22 @@ class BaseConnection:
         raise NotImplementedError
 
     def _close_notice(self) -> bytes:
-        """The reason why this side closes the connection, for :meth:`_take_close_notice` of the
+        """The reason why this side closes the connection, for :meth:`_take_control` of the
         other one."""
         reason = self.error.reason if self.error else ""
         return bytes([self._finished]) + reason.encode()[: MAX_CLOSE_NOTICE_BYTES - 1]
 
-    def _take_close_notice(self, payload: bytes) -> None:
-        """The peer closes the connection. Owner thread."""
-        self.fail(
-            PeerClosed(
-                payload[1:].decode(errors="replace"),
-                transport=self.transport_name,
-                peer=self.peer,
-                finished=payload[:1] == b"\x01",
+    def _take_control(self, operation: int, payload: bytes) -> None:
+        """Takes a control message of the peer. Owner thread."""
+        if operation == CLOSE_NOTICE:
+            said, finished = payload[1:].decode(errors="replace"), payload[:1] == b"\x01"
+            self.fail(
+                PeerClosed(said, transport=self.transport_name, peer=self.peer, finished=finished)
             )
-        )
+        elif operation in (PING_TAG, PONG_TAG):
+            self._pings.take(operation)
+        elif self.on_control is not None:
+            self.on_control(operation, payload)
 
     def _disconnect(self, offers: list[PostedTransfer]) -> None:
         """Lets go of the network, and ends every transfer: those of ``offers``, which nothing has

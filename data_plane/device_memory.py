@@ -36,7 +36,8 @@ class DeviceBlock:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._address = 0
-        self._driver = _Driver.of(_index(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._driver = _Driver.of(index)
         address = self._driver.allocate(nbytes)
         if address is None:
             # What PyTorch keeps for later has room for what is needed now.
@@ -128,7 +129,3 @@ class _Driver:
         reason = ctypes.c_char_p()
         self._library.cuGetErrorString(status, ctypes.byref(reason))
         raise DriverError(f"{name}: {(reason.value or b'unknown').decode()} (CUresult {status})")
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

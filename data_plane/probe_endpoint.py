@@ -85,7 +85,8 @@ class ProbeEndpoint:
         if not self._asking.acquire(timeout=timeout_seconds):
             raise self._timeout("waiting for another probe of this connection")
         try:
-            self._drain_replies()
+            while not self._replies.empty():
+                self._replies.get_nowait()
             self._expecting_replies = True
             return self._measure(nbytes, repeats, deadline)
         finally:
@@ -168,10 +169,6 @@ class ProbeEndpoint:
         if reply is None:
             raise self._lost()
         return reply
-
-    def _drain_replies(self) -> None:
-        while not self._replies.empty():
-            self._replies.get_nowait()
 
     def _seconds_left(self, deadline: float) -> float:
         left = deadline - time.monotonic()

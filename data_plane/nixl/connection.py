@@ -20,13 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from data_plane.base_connection import BaseConnection, Place, nothing
+from data_plane.base_connection import CLOSE_NOTICE, BaseConnection, Place, nothing
 from data_plane.greeting import Greeting
 from data_plane.metrics import DropCause
 from data_plane.nixl.agent import HOST, RegisteredSlab
 from data_plane.nixl.link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl.worker import NixlWorker
-from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
 from data_plane.transport import PeerLost, PeerReset, TransportError
 
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME: Final = "nixl"
-
-CLOSE_NOTICE: Final = 0
-"""Operation of a control frame: why the other side closes the connection, in words."""
 
 _PLACE = struct.Struct("!BQ")
 _OFFER = struct.Struct("!BQIQQi")
@@ -75,7 +71,7 @@ class NixlConnection(BaseConnection):
     Args:
         connection: a connected socket.
         max_unclaimed_offers: of the peer, that may wait for a put.
-        local_id, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
+        worker, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
 
     Attributes:
         link: the socket's two directions.
@@ -86,22 +82,14 @@ class NixlConnection(BaseConnection):
 
     def __init__(
         self,
-        *,
         worker: NixlWorker,
         connection: socket.socket,
-        local_id: int,
         peer: str,
         max_unclaimed_offers: int,
         slowest_bytes_per_second: float,
         metrics: DataPlaneMetrics | None,
     ) -> None:
-        super().__init__(
-            worker=worker,
-            local_id=local_id,
-            peer=peer,
-            slowest_bytes_per_second=slowest_bytes_per_second,
-            metrics=metrics,
-        )
+        super().__init__(worker, peer, slowest_bytes_per_second, metrics)
         self._on_bad_greeting: Callable[[ValueError], None] | None = None
         self._max_unclaimed_offers = max_unclaimed_offers
         self._advertised: dict[Place, _Advertised] = {}
@@ -111,7 +99,6 @@ class NixlConnection(BaseConnection):
         self._remote_offer_count = 0
         self._waiting_puts: defaultdict[Place, deque[PostedTransfer]] = defaultdict(deque)
         self._waiting_skips: set[Place] = set()
-        self._moving: set[PostedTransfer] = set()
         self._peer_ended = False
         self.link = NixlLink(worker, connection, self._on_frame, self._on_bad, self._on_link_ended)
 
@@ -328,14 +315,6 @@ class NixlConnection(BaseConnection):
                 (operation,) = _NUMBER.unpack_from(payload)
                 self._take_control(operation, payload[_NUMBER.size :])
 
-    def _take_control(self, operation: int, payload: bytes) -> None:
-        if operation == CLOSE_NOTICE:
-            self._take_close_notice(payload)
-        elif operation in (PING_TAG, PONG_TAG):
-            self._pings.take(operation)
-        elif self.on_control is not None:
-            self.on_control(operation, payload)
-
     def _on_bad(self, bad: ValueError) -> None:
         if self._on_bad_greeting is not None and not self.greeted:
             self._on_bad_greeting(bad)
@@ -400,14 +379,11 @@ class NixlConnection(BaseConnection):
             self._end(transfer, transfer.failure or self._later_error(), release_buffer=False)
         self._waiting_puts.clear()
         self._remote_offers.clear()
-        self._stop_expecting()
-        self._help_along()
-        self._finish_link()
-
-    def _stop_expecting(self) -> None:
         for each in self._advertised.values():
             if each.begun and each.region is not None:
                 self.worker.expect_no_more(each.region.agent)
+        self._help_along()
+        self._finish_link()
 
     def _help_along(self) -> None:
         """Lets the peer's last writes, which it may not even have begun, come to their end, without

@@ -6,7 +6,6 @@ IPv4 only, as the ucxx transport.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import select
 import socket
@@ -70,7 +69,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self, settings: NixlSettings | None = None, metrics: DataPlaneMetrics | None = None
     ) -> None:
         self._settings = settings or NixlSettings()
-        self._ids = itertools.count()
         self._listener: socket.socket | None = None
         limit = half_open_limit(self._settings.max_half_open)
         # Whom UCX's ports take connections from: UCX connects from the interface that the link
@@ -210,7 +208,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self, link: socket.socket, keys: ConnectionKeys, peer: str, ip: str, result: OwnerResult
     ) -> None:
         self._admit(ip)
-        connection = self._open_connection(link, next(self._ids), peer)
+        connection = self._open_connection(link, peer)
         connection.begin(keys, listening=False)
         connection.link.start()
         if not result.set(connection):
@@ -249,21 +247,20 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         )
 
     def _take_in(self, link: socket.socket, peer: tuple[str, int], accept: AcceptCallback) -> None:
-        connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
+        connection = self._open_connection(link, str(Address(*peer)))
         ends = _ends(client=peer, server=link.getsockname())
         self._newcomers.challenge(
             connection, peer[0], ends, accept, on_proven=lambda: self._admit(peer[0])
         )
 
-    def _open_connection(self, link: socket.socket, local_id: int, peer: str) -> NixlConnection:
+    def _open_connection(self, link: socket.socket, peer: str) -> NixlConnection:
         connection = NixlConnection(
-            worker=self._worker,
-            connection=link,
-            local_id=local_id,
-            peer=peer,
-            max_unclaimed_offers=self._settings.max_unclaimed_offers,
-            slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
-            metrics=self._metrics,
+            self._worker,
+            link,
+            peer,
+            self._settings.max_unclaimed_offers,
+            self._settings.slowest_bytes_per_second,
+            self._metrics,
         )
         self._keep(connection)
         return connection

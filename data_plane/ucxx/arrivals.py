@@ -126,7 +126,7 @@ class Arrivals:
             self._waiting[wire] = (time.monotonic(), message)
             self._waiting_bytes += _held_bytes(message)
             # The oldest, so that a flood is over when it ends.
-            while self._is_full():
+            while len(self._waiting) > self._max_messages or self._waiting_bytes > self._max_bytes:
                 self._give_up(next(iter(self._waiting)), DropCause.NO_ROOM)
             self._sweep_later()
 
@@ -135,9 +135,6 @@ class Arrivals:
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         for _, message in waiting.values():
             self._discard(message)
-
-    def _is_full(self) -> bool:
-        return len(self._waiting) > self._max_messages or self._waiting_bytes > self._max_bytes
 
     def _give_up(self, wire: int, cause: DropCause) -> None:
         """Drops a message that waits."""

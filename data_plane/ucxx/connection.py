@@ -18,9 +18,13 @@ import torch
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
-from data_plane.base_connection import MAX_CLOSE_NOTICE_BYTES, BaseConnection, nothing
+from data_plane.base_connection import (
+    CLOSE_NOTICE,
+    MAX_CLOSE_NOTICE_BYTES,
+    BaseConnection,
+    nothing,
+)
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
-from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
 from data_plane.proof import Ends, same
 from data_plane.transport import (
@@ -43,9 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME: Final = "ucxx"
-
-CLOSE_NOTICE: Final = 0
-"""Operation of news: why the other side closes the connection."""
 
 SKIP: Final = 34
 """Operation of news: the tag, big-endian, of a message that will not come."""
@@ -72,7 +73,7 @@ class UcxxConnection(BaseConnection):
     Args:
         endpoint: UCX's, connected.
         arrivals: of the worker.
-        worker, local_id, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
+        worker, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
     """
 
     transport_name: ClassVar[str] = TRANSPORT_NAME
@@ -80,22 +81,14 @@ class UcxxConnection(BaseConnection):
 
     def __init__(
         self,
-        *,
         worker: UcxxWorker,
         endpoint: Any,
-        local_id: int,
         peer: str,
         arrivals: Arrivals,
         slowest_bytes_per_second: float,
         metrics: DataPlaneMetrics | None,
     ) -> None:
-        super().__init__(
-            worker=worker,
-            local_id=local_id,
-            peer=peer,
-            slowest_bytes_per_second=slowest_bytes_per_second,
-            metrics=metrics,
-        )
+        super().__init__(worker, peer, slowest_bytes_per_second, metrics)
         self.endpoint: Any = endpoint
         self._arrivals = arrivals
         self._outgoing: WireTags | None = None
@@ -105,7 +98,6 @@ class UcxxConnection(BaseConnection):
         self._skipped: set[int] = set()
         # Tags on the wire of the latest messages, of which no second one may come.
         self._taken: deque[int] = deque()
-        self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
     def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
@@ -224,21 +216,17 @@ class UcxxConnection(BaseConnection):
             raw = body.tobytes()
             news, code = raw[:-NEWS_CODE_BYTES], raw[-NEWS_CODE_BYTES:]
             if same(code, self._incoming.news_code(wire, news)):
-                self._hear(news[0], news[1:])
+                self._take_control(news[0], news[1:])
             else:
                 self._refuse(None, "news came that the peer has not sent")
 
         self.worker.track(request, body, on_complete)
 
-    def _hear(self, operation: int, payload: bytes) -> None:
-        if operation == CLOSE_NOTICE:
-            self._take_close_notice(payload)
-        elif operation == SKIP:
+    def _take_control(self, operation: int, payload: bytes) -> None:
+        if operation == SKIP:
             self._take_skip(payload)
-        elif operation in (PING_TAG, PONG_TAG):
-            self._pings.take(operation)
-        elif self.on_control is not None:
-            self.on_control(operation, payload)
+        else:
+            super()._take_control(operation, payload)
 
     def _send_close_notice(self) -> None:
         """Sends the peer why, then tears down; at the latest after _CLOSE_NOTICE_SECONDS, since a

@@ -6,7 +6,6 @@ opens its listeners there.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,6 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     ) -> None:
         self._settings = settings or UcxxSettings()
         self._listener: UcxxListener | None = None
-        self._ids = itertools.count()
         worker = UcxxWorker(
             self._settings, lambda message: self._arrivals.arrive(message), self._start_anew
         )
@@ -216,13 +214,12 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
 
     def _open_connection(self, endpoint: Any, peer: str) -> UcxxConnection:
         connection = UcxxConnection(
-            worker=self._worker,
-            endpoint=endpoint,
-            local_id=next(self._ids),
-            peer=peer,
-            arrivals=self._arrivals,
-            slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
-            metrics=self._metrics,
+            self._worker,
+            endpoint,
+            peer,
+            self._arrivals,
+            self._settings.slowest_bytes_per_second,
+            self._metrics,
         )
         self._keep(connection)
         return connection
