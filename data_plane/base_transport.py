@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
 from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool
+from data_plane.half_open import half_open_limit
 from data_plane.handshake import HandshakeFailure
 from data_plane.interfaces import is_private
+from data_plane.newcomers import Newcomers
 from data_plane.owner_thread import OwnerThread
 from data_plane.probe_endpoint import ProbeEndpoint
+from data_plane.silent_sockets import SilentSockets
 from data_plane.transport import (
     MAX_HELLO_BYTES,
     Connection,
@@ -79,6 +82,14 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         self._closed = False
         self._close_lock = threading.Lock()
         worker.start()
+        limit = half_open_limit(settings.max_half_open)
+        timeout_seconds = settings.handshake_timeout_seconds
+        self._newcomers = Newcomers(
+            worker, limit=limit, timeout_seconds=timeout_seconds, on_refused=self._on_refused
+        )
+        self._silent_sockets = SilentSockets(
+            limit=limit, timeout_seconds=timeout_seconds, on_ended=self._on_silent_ended
+        )
         # Ends the owner thread before the interpreter takes its modules apart.
         atexit.register(self.close, 1.0)
 
@@ -121,6 +132,7 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
                 return
             self._closed = True
         atexit.unregister(self.close)
+        self._silent_sockets.close()
         self._worker.submit(self._close_everything)
         if not self._worker.stop(min(timeout_seconds, self.longest_stop_seconds)):
             logger.error("the %s owner thread did not end within %s s", self.name, timeout_seconds)
@@ -128,6 +140,10 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def _on_refused(self, cause: HandshakeFailure) -> None:
         if self._metrics is not None:
             self._metrics.handshake_refused(self.name, cause)
+
+    def _on_silent_ended(self, cause: HandshakeFailure) -> None:
+        """Counts a connection that was ended since it said nothing. Any thread."""
+        self._on_refused(cause)
 
     def _stop_listening(self) -> None:
         """Takes no more connections in; nothing if it never did. Owner thread."""

@@ -20,18 +20,16 @@ from data_plane.base_transport import (
     say_that_ports_are_open,
 )
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
-from data_plane.half_open import half_open_limit
 from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.interfaces import ipv4_of, own_addresses
 from data_plane.listening_address import accept_only_from
-from data_plane.newcomers import Newcomers
 from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl.link import receive_exactly
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.worker import NixlWorker
 from data_plane.owner_thread import OwnerResult
 from data_plane.proof import ConnectionKeys, Ends
-from data_plane.silent_sockets import SilentSockets, has_sent_a_message
+from data_plane.silent_sockets import has_sent_a_message
 from data_plane.transport import AcceptCallback, Address, Connection, TransportError
 
 if TYPE_CHECKING:
@@ -70,24 +68,12 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     ) -> None:
         self._settings = settings or NixlSettings()
         self._listener: socket.socket | None = None
-        limit = half_open_limit(self._settings.max_half_open)
         # Whom UCX's ports take connections from: UCX connects from the interface that the link
         # does too, once the link has proven whose it is. None: it may use any interface.
         is_bound = self._settings.bound_interface() is not None
         self._members = own_addresses() if is_bound else None
         self._ucx_ports: frozenset[int] = frozenset()
         super().__init__(NixlWorker(self._settings), self._settings, metrics)
-        self._newcomers = Newcomers(
-            self._worker,
-            limit=limit,
-            timeout_seconds=self._settings.handshake_timeout_seconds,
-            on_refused=self._on_refused,
-        )
-        self._silent_sockets = SilentSockets(
-            limit=limit,
-            timeout_seconds=self._settings.handshake_timeout_seconds,
-            on_ended=self._on_silent_ended,
-        )
         self._worker.submit(lambda: self._worker.memory.tell_ports(self._watch_ports))
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
@@ -133,10 +119,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        self._silent_sockets.close()
-        super().close(timeout_seconds)
-
     def _watch_ports(self, ports: frozenset[int]) -> None:
         """Has connections ended that say nothing to nixl's UCX, and closes its ports to strangers.
         Owner thread."""
@@ -164,7 +146,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
                 logger.warning("UCX's port %d is open to every host: %s", port, error)
 
     def _on_silent_ended(self, cause: HandshakeFailure) -> None:
-        self._on_refused(cause)
+        super()._on_silent_ended(cause)
         # Else nixl's UCX would not close the descriptor before the next message.
         self._worker.submit(lambda: self._worker.memory.progress())
 

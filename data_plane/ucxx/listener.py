@@ -36,11 +36,9 @@ class UcxxListener:
         ip: address of this machine that clients must have connected to.
         port: 0 takes any free one.
         accept: judges each client.
+        newcomers: takes clients in, or refuses them.
         on_refused: called for each client that is not taken in.
         open_connection: makes a connection of an endpoint and a peer's name.
-        handshake_timeout_seconds: how long a client may take to say hello.
-        max_half_open: clients that may be about to say hello, or about to read that they are
-            refused.
 
     Raises:
         UCX_ERRORS: the port is in use.
@@ -53,10 +51,9 @@ class UcxxListener:
         ip: str,
         port: int,
         accept: AcceptCallback,
+        newcomers: Newcomers,
         on_refused: Callable[[HandshakeFailure], None],
         open_connection: Callable[[Any, str], UcxxConnection],
-        handshake_timeout_seconds: float,
-        max_half_open: int,
     ) -> None:
         self._worker = worker
         self.ip = ip
@@ -65,12 +62,7 @@ class UcxxListener:
         self._open_connection = open_connection
         self._arrived: deque[int] = deque()
         self._taking_in = False
-        self._newcomers = Newcomers(
-            worker,
-            limit=max_half_open,
-            timeout_seconds=handshake_timeout_seconds,
-            on_refused=on_refused,
-        )
+        self._newcomers = newcomers
         self._taken_in: dict[tuple[str, int], UcxxConnection] = {}
         self._sees_addresses = True
         self._listener: Any = libucxx.UCXListener.create(

@@ -17,12 +17,11 @@ from data_plane.base_transport import (
     check_hello_length,
     say_that_ports_are_open,
 )
-from data_plane.half_open import half_open_limit
 from data_plane.handshake import ClientHandshake
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.metrics import DropCause
 from data_plane.owner_thread import OwnerResult
-from data_plane.silent_sockets import HasSpoken, SilentSockets, has_sent_a_message
+from data_plane.silent_sockets import HasSpoken, has_sent_a_message
 from data_plane.transport import (
     AcceptCallback,
     Address,
@@ -71,13 +70,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             max_bytes=self._settings.max_unclaimed_bytes,
             max_seconds=self._settings.max_unclaimed_seconds,
         )
-        self._max_half_open = half_open_limit(self._settings.max_half_open)
         super().__init__(worker, self._settings, metrics)
-        self._silent_sockets = SilentSockets(
-            limit=self._max_half_open,
-            timeout_seconds=self._settings.handshake_timeout_seconds,
-            on_ended=self._on_refused,
-        )
         self._watch_ports()
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
@@ -158,10 +151,9 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             ip=ip,
             port=port,
             accept=accept,
+            newcomers=self._newcomers,
             on_refused=self._on_refused,
             open_connection=self._open_connection,
-            handshake_timeout_seconds=self._settings.handshake_timeout_seconds,
-            max_half_open=self._max_half_open,
         )
 
     def _watch_ports(self) -> None:
@@ -223,10 +215,6 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         )
         self._keep(connection)
         return connection
-
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        self._silent_sockets.close()
-        super().close(timeout_seconds)
 
     def _close_everything(self) -> None:
         super()._close_everything()
