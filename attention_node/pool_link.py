@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from attention_node.served_job import StepBusy
 from distca.contract import rpc
 from distca.contract.contact import Contact
-from distca.contract.held import Patience
 from distca.contract.lifeline import Lifeline
 from distca.contract.outbox import Outbox
 from distca.contract.timeouts import default_seconds
@@ -40,13 +39,11 @@ class PoolContact(Contact):
 
     LOST = (rpc.LeaseExpired, rpc.Fenced)
 
-    def register(
-        self, description: membership_pb2.ServerDescription, *, waited_seconds: float
-    ) -> None:
-        """Joins the pool, under a new lease, after waiting for the server's name so long."""
+    def register(self, description: membership_pb2.ServerDescription, *, replace: bool) -> None:
+        """Joins the pool, under a new lease; with ``replace`` in the place of a live server."""
         response = self.call(
             self._membership.RegisterServer,
-            membership_pb2.RegisterServerRequest(server=description, waited_seconds=waited_seconds),
+            membership_pb2.RegisterServerRequest(server=description, replace=replace),
         )
         self.lease_id, self.lease_seconds = response.lease_id, response.lease_seconds
 
@@ -115,8 +112,7 @@ class PoolLink:
         on_drain: called once, when the control plane asks the server to drain.
         on_lost: called once, when the membership ends for another reason than :meth:`leave`.
         away_seconds: how long the control plane may be away.
-        held_seconds: how long to wait for the server's name, if another process has it that may be
-            gone.
+        replace: the first registration ends the membership of a live server of the name.
 
     ``on_event``, ``on_registered`` and ``on_fenced`` are called on the watching thread.
     """
@@ -134,7 +130,7 @@ class PoolLink:
         on_drain: Callable[[], None],
         on_lost: Callable[[PoolLinkLost], None],
         away_seconds: float,
-        held_seconds: float,
+        replace: bool = False,
     ) -> None:
         self._description = description
         self._load = load
@@ -153,10 +149,9 @@ class PoolLink:
             # A node that drains does without a control plane that goes away.
             wanted=lambda: not self._draining,
             away_seconds=away_seconds,
-            held_seconds=held_seconds,
         )
         self._lifeline.who = f"server {description.server_id}"
-        self._patience = self._make_patience()
+        self._replace = replace
         self._draining = False
         self._dropped_lease = ""
         self._left = False
@@ -169,9 +164,7 @@ class PoolLink:
         return self._lifeline.contact is not None
 
     def join(self) -> None:
-        """Registers and starts the heartbeat and the watch. If a server of the same name still
-        holds a lease and may be gone, such as the process before this one, waits for its end.
-        """
+        """Registers and starts the heartbeat and the watch."""
         contact = self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._on_registered()
         self._lifeline.start(renewing="distca-heartbeat")
@@ -236,7 +229,7 @@ class PoolLink:
     def _first_contact(self, settings: rpc.RpcSettings) -> PoolContact:
         contact = PoolContact(settings)
         try:
-            self._register(contact, self._patience)
+            contact.register(self._description, replace=self._replace)
             contact.watch()
         except BaseException:
             contact.end()
@@ -271,18 +264,11 @@ class PoolLink:
                 contact.address,
                 f"not asked: the executor has finished nothing for {busy_seconds:.0f} s",
             )
-        # Its name may be held by a registration whose answer was lost, until that lease ends.
-        self._register(contact, self._make_patience())
+        contact.register(self._description, replace=False)
         for job_id, rank in self._lost_ranks():
             self.report_rank_lost(job_id, rank)
         logger.info("server %s registered again", self._description.server_id)
         self._on_registered()
-
-    def _register(self, contact: PoolContact, patience: Patience) -> None:
-        patience.ask(lambda waited: contact.register(self._description, waited_seconds=waited))
-
-    def _make_patience(self) -> Patience:
-        return self._lifeline.patience(f"server {self._description.server_id}")
 
     def _drop_everything(self, lease_id: str, error: Exception) -> None:
         if lease_id != self._dropped_lease:

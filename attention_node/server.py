@@ -193,7 +193,7 @@ class AttentionNode(Host):
             on_drain=self.stop,
             on_lost=self._lose,
             away_seconds=settings.control_plane_timeout_seconds,
-            held_seconds=settings.held_timeout_seconds,
+            replace=settings.replace,
         )
         self._membership.join()
         self.joined = True

@@ -57,8 +57,6 @@ class NodeSettings(ClientTls):
 
     Attributes:
         profile_shapes: the planner needs one that fits the job, or one to scale from.
-        held_timeout_seconds: how long to wait for the lease of a server of the same name to end,
-            which may be gone; longer than the control plane's lease.
         reply_timeout_seconds: how long a trainer may take to accept a reply.
     """
 
@@ -148,7 +146,9 @@ class NodeSettings(ClientTls):
         Path | None,
         typer.Option(help="File to write the bound addresses to, as JSON, once it serves."),
     ] = None
-    held_timeout_seconds: float = default_seconds("held_timeout_seconds")
+    replace: Annotated[
+        bool, typer.Option("--replace", help="End the membership of a live server of this id.")
+    ] = False
     reply_timeout_seconds: float = default_seconds("reply_timeout_seconds")
 
     def __post_init__(self) -> None:

@@ -19,18 +19,6 @@ class AlreadyExistsError(RefusedError):
     """Another live server has the id, or the rank has joined."""
 
 
-class HeldError(AlreadyExistsError):
-    """Who has the id or the name may be gone.
-
-    Attributes:
-        retry_after_seconds: when to ask again.
-    """
-
-    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-
 class AccessError(RefusedError):
     """Base of what is refused because of who asks, or how much."""
 

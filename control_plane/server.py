@@ -28,7 +28,7 @@ from control_plane.access.rate_limit import RateLimit
 from control_plane.cold_start.planners import ColdPlanners
 from control_plane.errors import NoHandshakeError
 from control_plane.jobs.coordinator import Coordinator
-from control_plane.leadership.epochs import is_first, next_generation
+from control_plane.leadership.epochs import next_generation
 from control_plane.leadership.kubernetes_api import cluster_api
 from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.leadership.leader_label import LeaderLabel
@@ -223,9 +223,7 @@ class ControlPlane:
         if self._has_taken_over:
             return
         await self._leadership.acquire()
-        hold_names = self._settings.tokens_outlive_it and not is_first(self._settings.state_dir)
-        generation = next_generation(self._settings.state_dir)
-        self.coordinator.lead(generation, hold_names=hold_names)
+        self.coordinator.lead(next_generation(self._settings.state_dir))
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
         self._health.serving()

@@ -220,12 +220,6 @@ class ControlPlaneSettings:
         """Whether callers must show a certificate."""
         return self.tls is not None and self.tls.client_ca_file is not None
 
-    @property
-    def tokens_outlive_it(self) -> bool:
-        """Whether several tenants' jobs may come back to the process that runs after this one."""
-        has_secret = self.access.token_secret_file is not None or self.state_dir is not None
-        return self.authenticates and has_secret
-
     def __post_init__(self) -> None:
         split_address("listen_address", self.listen_address, any_port=True)
         if self.metrics_address is not None:

@@ -76,8 +76,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
             that of the pool's servers, or what suits this machine.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
-        held_timeout_seconds: how long opening waits for the end of an earlier job of the name whose
-            processes may be gone; longer than the control plane's lease.
+        replace: opening ends a live job of the name in which the rank has no place.
         collective_timeout_seconds: how long the ranks wait for each other in a collective of
             torch.distributed; checked only, since it is set elsewhere (600 s is NCCL's default).
         ping_quiet_seconds: how long a server that owes a reply may be silent before it is asked for
@@ -114,7 +113,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     data_port: int = 0
     transport: str = TransportName.AUTO
     one_host: bool = False
-    held_timeout_seconds: float = default_seconds("held_timeout_seconds")
+    replace: bool = False
     collective_timeout_seconds: float = default_seconds("collective_timeout_seconds")
     ping_quiet_seconds: float = default_seconds("ping_quiet_seconds")
     ping_timeout_seconds: float = default_seconds("ping_timeout_seconds")

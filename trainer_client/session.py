@@ -119,7 +119,6 @@ class Session:
         self._link = ControlLink(
             control_plane,
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
-            held_timeout_seconds=options.held_timeout_seconds,
             in_place_load=lambda: self._in_place.load(),
         )
         self._pool = BufferPool.on_device(self._device)
@@ -208,8 +207,8 @@ class Session:
     def open(cls, options: RankOptions) -> Session:
         """Joins the job; returns at once, whether or not the other ranks have joined.
 
-        If an earlier job has the name whose processes may be gone, such as those before a restart,
-        waits for its end: a lease, and at most ``held_timeout_seconds``.
+        A job of the name of which a process is gone, such as before a restart, makes place; one
+        that lives keeps its name, unless ``options.replace`` ends it.
 
         Raises:
             ValueError: no kernel runs the shape on the device.
@@ -409,6 +408,7 @@ class Session:
             )
             logger.info("metrics of rank %d on port %d", options.rank, self._endpoint.port)
         request = jobs_pb2.OpenJobRequest(
+            replace=options.replace,
             spec=jobs_pb2.JobSpec(
                 name=options.job,
                 n_ranks=options.n_ranks,

@@ -6,21 +6,19 @@ Part of the coordinator: lives on its event loop and changes its state.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections.abc import Callable
 
 from control_plane.access.job_keys import JobKeys
 from control_plane.errors import (
     AlreadyExistsError,
-    HeldError,
     InvalidRequestError,
+    OtherOwnerError,
     SpecMismatchError,
 )
 from control_plane.jobs.event_streams import EventStreams
-from control_plane.jobs.holders import retry_seconds
 from control_plane.jobs.job import Job
-from control_plane.jobs.job_ids import is_later, name_of, new_job_id, successor_of
+from control_plane.jobs.job_ids import is_later, name_of, new_job_id
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import (
@@ -36,15 +34,11 @@ from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.tensor_parallel import Group, check_group
 from control_plane.leadership.epochs import first_epoch
 from control_plane.metrics.metrics import Metrics
-from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
 MAX_EPOCH = 2**62
 """Generations are seconds, and leave room for ages; nothing that counts is as high."""
-
-MAX_HELD_SECONDS = default_seconds("held_name_seconds")
-"""Jobs come back within seconds, however long a lease; who opens a new one waits 45 s at most."""
 
 
 class Admission:
@@ -81,9 +75,7 @@ class Admission:
     ) -> None:
         self.first_epoch = 0
         self._n_created = 0
-        self._names_held_until = -math.inf
-        # By name, the latest that has come back: its id, and whose it is.
-        self._came_back: dict[str, tuple[str, str]] = {}
+        self._led_since = 0.0
         self._jobs = jobs
         self._membership = membership
         self._streams = streams
@@ -97,22 +89,12 @@ class Admission:
         self._advance = advance
         self._sweep = sweep
 
-    def lead(self, generation: int, *, hold_names: bool) -> None:
-        """From now on members come to this control plane.
-
-        Args:
-            generation: of its epochs and its jobs, see :mod:`control_plane.leadership.epochs`.
-            hold_names: jobs from before may come back: for two leases, but at most
-                :data:`MAX_HELD_SECONDS`, names that no job has are kept for theirs, so that no
-                other tenant takes them meanwhile. Whose job has come back and ended need not
-                wait; should a later job of the name come back, it is that one's.
-        """
+    def lead(self, generation: int) -> None:
+        """From now on members come to this control plane, whose epochs and jobs are of
+        ``generation``, see :mod:`control_plane.leadership.epochs`."""
         self.first_epoch = first_epoch(generation)
         self._n_created = 0
-        self._came_back.clear()
-        if hold_names:
-            held_seconds = min(2 * self._lease_seconds, MAX_HELD_SECONDS)
-            self._names_held_until = self._clock() + held_seconds
+        self._led_since = self._clock()
 
     def open(
         self,
@@ -123,46 +105,36 @@ class Admission:
         *,
         group: Group = (),
         owner: str = "",
-        waited_seconds: float = 0.0,
+        replace: bool = False,
     ) -> tuple[Job, str]:
         """A rank joins a job, the first one creates it; returns the job and the rank's lease.
 
         Args:
             group: the ranks of its tensor-parallel group, itself among them.
+            replace: it ends a job of the name in which it has no place.
 
         Raises:
             InvalidRequestError: the planner or the rank does not exist, the host is empty, or the
                 group cannot be.
-            HeldError: the name is one whose holder may be gone, or may yet come back: ask again,
-                with ``waited_seconds`` since the first time.
             QuotaError: as :meth:`Jobs.check_room`.
-            OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
-                and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
+            OtherOwnerError: another identity runs a job of the name.
+            SpecMismatchError, AlreadyExistsError: as :meth:`Job.has_place_for` and
+                :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
                 but none of the job's transport, or others have said otherwise of the group.
         """
         self._sweep()
         self._check_open(spec, rank, host, group)
         now, lease_id = self._clock(), new_lease_id()
-        try:
-            job = self._jobs.joinable(
-                spec, rank, owner=owner, waited_seconds=waited_seconds, now=now
-            )
-            if in_place is not None:
-                self._membership.check_free(
-                    in_place.server_id, now=now, waited_seconds=waited_seconds
-                )
-            new_id = "" if job is not None else self._new_id(spec, owner, now)
-        except HeldError as error:
-            if not waited_seconds:
-                logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
-            raise
-        except SpecMismatchError as error:
-            self._refuse(self._jobs.named(spec.name), rank, error)
-            raise
+        job = self._joinable(spec, rank, owner, replace=replace)
         if job is None:
             self._jobs.check_room(spec, owner)
             self._check_transport(spec)
-            job = self._create_job(spec, owner, new_id)
+        else:
+            self._membership.remove_in_place(job.job_id, rank)
+        if in_place is not None:
+            self._membership.check_free(in_place.server_id)
+        if job is None:
+            job = self._create_job(spec, owner)
         try:
             job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
         except SpecMismatchError as error:
@@ -177,6 +149,27 @@ class Admission:
         self._metrics.registered("rank")
         self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
+
+    def _joinable(self, spec: JobSpec, rank: int, owner: str, *, replace: bool) -> Job | None:
+        """The open job that ``rank`` joins; None if it creates one, for which one of the name ends
+        that is over or is to be replaced. Raises as :meth:`open`."""
+        job = self._jobs.named(spec.name)
+        if job is None:
+            return None
+        if job.owner != owner:
+            raise OtherOwnerError(
+                f"rank {rank} of {owner!r} opens job {spec.name}, which another identity runs; "
+                "choose another name"
+            )
+        try:
+            if job.has_place_for(spec, rank, replace=replace):
+                return job
+        except SpecMismatchError as error:
+            self._refuse(job, rank, error)
+            raise
+        if not job.has_left(rank):
+            self._close(job, f"rank {rank} was started again")
+        return None
 
     def resume(
         self,
@@ -221,11 +214,11 @@ class Admission:
         now, lease_id = self._clock(), new_lease_id()
         if job is None:
             self._jobs.check_room(spec, owner)
-            self._free_name(job_id, spec.name)
+            self._free_name(job_id, spec.name, owner)
             job = self._reopen_job(spec, job_id, key, owner)
         self._membership.remove_in_place(job_id, rank)
         if in_place is not None:
-            self._membership.check_free(in_place.server_id, now=now)
+            self._membership.check_free(in_place.server_id)
         job.come_back(rank, host=host, lease_id=lease_id, now=now, group=group)
         if in_place is not None:
             self._membership.register_in_place(
@@ -267,19 +260,9 @@ class Admission:
                 f"--transport={spec.transport}"
             )
 
-    def _new_id(self, spec: JobSpec, owner: str, now: float) -> str:
-        """The id of a job that may be opened now. Raises HeldError."""
-        if now < self._names_held_until:
-            before, whose = self._came_back.get(spec.name, ("", ""))
-            successor = successor_of(before) if before and whose == owner else None
-            if successor is None:
-                raise self._held(spec, now)
-            self._came_back[spec.name] = successor, owner
-            return successor
+    def _create_job(self, spec: JobSpec, owner: str) -> Job:
         self._n_created += 1
-        return new_job_id(spec.name, self.first_epoch + self._n_created)
-
-    def _create_job(self, spec: JobSpec, owner: str, job_id: str) -> Job:
+        job_id = new_job_id(spec.name, self.first_epoch + self._n_created)
         key = self._job_keys.key_of(job_id, owner)
         job = self._jobs.create(
             spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch
@@ -302,43 +285,30 @@ class Admission:
             return_by=now + self._lease_seconds,
         )
         logger.info("job %s opened again: its ranks come back", job_id)
-        if now < self._names_held_until:
-            self._came_back[spec.name] = job_id, owner
         self._announce(job)
         return job
 
-    def _held(self, spec: JobSpec, now: float) -> HeldError:
-        left = self._names_held_until - now
-        return HeldError(
-            f"the name {spec.name} may be that of a job that ran before the control plane "
-            f"started; unless that comes back, it is free in {left:.1f} s",
-            retry_after_seconds=retry_seconds(
-                self._names_held_until,
-                n_waiting=spec.n_ranks,
-                lease_seconds=self._lease_seconds,
-                now=now,
-            ),
-        )
-
-    def _free_name(self, job_id: str, name: str) -> None:
-        """Closes a job that has come back under the name of the job ``job_id``, and had ended
-        before that was opened. Its tokens stay good for as long as the token secret.
+    def _free_name(self, job_id: str, name: str, owner: str) -> None:
+        """Closes the job that has the name of the job ``job_id``, which comes back. Of two the one
+        that was opened later stays; but another identity does not get a name by asking for it
+        while jobs from before may yet come back.
 
         Raises:
-            AlreadyExistsError: it is the other way round.
+            AlreadyExistsError: the other one stays.
         """
         other = self._jobs.named(name)
-        latest = other.job_id if other is not None else self._came_back.get(name, ("", ""))[0]
-        if latest and is_later(latest, job_id):
-            raise AlreadyExistsError(
-                f"job {job_id} is not known any more, and {latest} has taken its name"
-            )
         if other is None:
             return
+        comes_back = self._clock() < self._led_since + 2 * self._lease_seconds
+        is_newcomer = comes_back and other.owner != owner and not other.is_resumed
+        if is_later(other.job_id, job_id) and not is_newcomer:
+            raise AlreadyExistsError(
+                f"job {job_id} is not known any more, and {other.job_id} has taken its name"
+            )
         self._close(
             other,
-            f"its name {name} is that of a job that was opened later, and whose ranks have come "
-            "back; open it under another name",
+            f"its name {name} is that of another job, whose ranks have come back; open it under "
+            "another name",
         )
 
     def _announce(self, job: Job) -> None:

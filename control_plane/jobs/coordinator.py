@@ -152,25 +152,32 @@ class Coordinator:
         """How long a lease runs after it was renewed."""
         return self._settings.lease_seconds
 
-    def lead(self, generation: int, *, hold_names: bool = False) -> None:
-        """From now on members come to this control plane; arguments as of
-        :meth:`Admission.lead`."""
-        self.admission.lead(generation, hold_names=hold_names)
+    def lead(self, generation: int) -> None:
+        """From now on members come to this control plane, whose epochs and jobs are of
+        ``generation``."""
+        self.admission.lead(generation)
         # Whoever stands by hears nobody.
         self._isolation = IsolationDetector(lease_seconds=self.lease_seconds, now=self._clock())
         self._recoveries.lead()
 
-    def register_server(
-        self, description: ServerDescription, *, waited_seconds: float = 0.0
-    ) -> str:
-        """A pool server joins; returns its lease. Raises as :func:`checked_id` and
-        :meth:`Membership.register`."""
+    def register_server(self, description: ServerDescription, *, replace: bool = False) -> str:
+        """A pool server joins; returns its lease. One of its id that does not watch is gone, and is
+        replaced; one that does is replaced with ``replace`` alone.
+
+        Raises:
+            InvalidRequestError: the id cannot name a server.
+            AlreadyExistsError: another server has it.
+        """
         checked_id("server_id", description.server_id)
         self._hear_and_sweep()
+        holder = self._membership.find(description.server_id)
+        if holder is not None and holder.in_place is None and (replace or not holder.is_watching):
+            error = FencedError(f"server {holder.server_id} was started again and is replaced")
+            logger.warning("%s", error)
+            self._membership.fence(holder, str(error))
+            self._server_gone(holder, "was replaced", error)
         lease_id = new_lease_id()
-        self._membership.register(
-            description, lease_id=lease_id, now=self._clock(), waited_seconds=waited_seconds
-        )
+        self._membership.register(description, lease_id=lease_id, now=self._clock())
         for job in self._jobs.open_jobs():
             job.quarantine.clear(description.server_id)
         logger.info(
@@ -408,11 +415,17 @@ class Coordinator:
                 for record in job.steps_to_tell()
                 if member.server_id in record.serving
             ]
-        return self._streams.watch_server(member, first)
+        watched = self._streams.watch_server(member, first)
+        member.is_watching = True
+        return watched
 
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
-        if self._streams.discard(key, subscription) and not isinstance(key, str):
+        if not self._streams.discard(key, subscription):
+            return
+        if isinstance(key, str):
+            self._membership.stream_broken(key)
+        else:
             self._jobs.stream_broken(*key, now=self._clock())
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
@@ -676,7 +689,8 @@ class Coordinator:
         if job.spec.placement.uses_pool:
             self._streams.send_to_pool(event)
         self._membership.remove_in_place(job.job_id)
-        self._metrics.job_closed(job)
+        if self._jobs.named(job.spec.name) is None:
+            self._metrics.job_closed(job)
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from control_plane.errors import (
     AlreadyExistsError,
     BacklogError,
-    HeldError,
     InvalidRequestError,
     SpecMismatchError,
     UnknownStepError,
@@ -115,52 +114,44 @@ class Job:
         self._next_step: dict[int, int] = {}
         self._finished_step = -1
 
-    def check_can_join(
-        self, spec: JobSpec, rank: int, *, waited_seconds: float, now: float
-    ) -> None:
-        """Raises unless ``rank`` may join for the first time.
+    def has_place_for(self, spec: JobSpec, rank: int, *, replace: bool) -> bool:
+        """Whether ``rank`` joins this job; if not, it opens the next one of the name.
 
-        A job that has no place for the rank may be one whose processes were killed; so may one of
-        which a rank has lost its connection. What comes then belongs to the next job of the name
-        and is to wait for the end of this one.
+        The name is this job's while all ranks that have joined watch. Where one is silent since its
+        stream broke, or is to come back, processes are gone, and what asks is their successor. So
+        it is where the rank has left, and others still finish their steps.
 
         Args:
             spec: that the rank gives.
             rank: of a job of that spec.
-            waited_seconds: for how long it has waited for the end of a job of the name.
-            now: the time.
+            replace: it ends this job rather than be refused.
 
         Raises:
-            HeldError: it is to wait.
-            SpecMismatchError: the job lives and has another spec.
-            AlreadyExistsError: the job lives, and the rank has joined it or has left it.
+            SpecMismatchError: the job has another spec.
+            AlreadyExistsError: the rank has joined it.
         """
-        differences = self.spec.differences(spec)
-        away = self._leases.away
-        if differences and self._gathers and not away:
+        if self.has_left(rank):
+            return False
+        is_over = self._leases.is_broken
+        differs = bool(self.spec.differences(spec))
+        if differs and (self._gathers or not replace) and not is_over:
             raise self._mismatch(rank, spec)
-        if differences:
-            why = f"rank {rank} opens job {spec.name} with {differences}"
-        else:
-            why = self._leases.why_taken(rank) or ""
-        if not why and not away:
-            return
-        if not self._leases.are_alive(waited_seconds=waited_seconds, now=now):
-            raise self._held(why or f"ranks {away} of it have lost their connection", rank, now)
-        if differences:
-            raise self._mismatch(rank, spec)
-        if why:
-            raise AlreadyExistsError(
-                f"{why}, and the job lives: {self._leases.who_was_heard(rank, now=now)}"
-            )
+        why = None if differs else self._leases.why_taken(rank)
+        if why is not None and not is_over and not replace:
+            raise AlreadyExistsError(f"{why}, and lives")
+        return not (is_over or differs or why)
 
     def watched_by(self, rank: int) -> None:
         """A rank has opened its stream of events."""
-        self._set_away(rank, since=None)
+        lease = self._leases.of_rank(rank)
+        if lease is not None:
+            lease.has_watched, lease.away_since = True, None
 
     def stream_broken(self, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken: its process is gone, or its connection."""
-        self._set_away(rank, since=now)
+        lease = self._leases.of_rank(rank)
+        if lease is not None:
+            lease.away_since = now
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()) -> None:
         """A rank joins, as one of the tensor-parallel ``group``; raises as :meth:`RankLeases.join`
@@ -599,6 +590,10 @@ class Job:
         """The ranks that have joined, whether or not they have left since."""
         return sorted({*self._leases.joined, *self._leases.left})
 
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` has left; others may still finish their steps."""
+        return rank in self._leases.left
+
     @property
     def away_ranks(self) -> list[int]:
         """The ranks that hold a lease, and whose stream of events has broken."""
@@ -661,23 +656,9 @@ class Job:
             + (" (give all the same --transport by name)" if named else "")
         )
 
-    def _held(self, why: str, rank: int, now: float) -> HeldError:
-        """What to tell a rank that is to wait until this job has ended or is known to live."""
-        end_at = min(self._leases.end_at, self.return_by)
-        return HeldError(
-            f"job {self.job_id} has the name: {why}; if its processes are gone, it ends in "
-            f"{max(end_at - now, 0.0):.1f} s ({self._leases.who_was_heard(rank, now=now)})",
-            retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
-        )
-
     def _forget(self, step: int) -> None:
         del self._planned[step]
         self._accepted.pop(step, None)
-
-    def _set_away(self, rank: int, *, since: float | None) -> None:
-        lease = self._leases.of_rank(rank)
-        if lease is not None:
-            lease.away_since = since
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         gone = sorted(self._leases.left - pending.manifests.keys())

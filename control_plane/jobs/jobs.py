@@ -6,7 +6,6 @@ import math
 from collections import OrderedDict
 
 from control_plane.errors import (
-    OtherOwnerError,
     QuotaError,
     SpecMismatchError,
     UnknownJobError,
@@ -18,7 +17,7 @@ REMEMBERED_CLOSED_JOBS = 256
 
 
 class Jobs:
-    """All open jobs. At most one of them has a given name."""
+    """All open jobs."""
 
     def __init__(
         self,
@@ -38,32 +37,6 @@ class Jobs:
         self._max_manifest_bytes = max_manifest_bytes
         self._open: dict[str, Job] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
-
-    def joinable(
-        self,
-        spec: JobSpec,
-        rank: int,
-        *,
-        owner: str = "",
-        waited_seconds: float = 0.0,
-        now: float,
-    ) -> Job | None:
-        """The open job that ``rank`` joins, or None if a new one is to be created.
-
-        Raises:
-            OtherOwnerError: an open job has the name and is another identity's.
-            HeldError, SpecMismatchError, AlreadyExistsError: as :meth:`Job.check_can_join`.
-        """
-        job = self.named(spec.name)
-        if job is None:
-            return None
-        if job.owner != owner:
-            raise OtherOwnerError(
-                f"rank {rank} of {owner!r} opens job {spec.name}, which another identity runs; "
-                "choose another name"
-            )
-        job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
-        return job
 
     def check_room(self, spec: JobSpec, owner: str) -> None:
         """Whether ``owner`` may open one more job, of ``spec``.
@@ -155,8 +128,8 @@ class Jobs:
         return job
 
     def named(self, name: str) -> Job | None:
-        """The open job of that name."""
-        return next((job for job in self._open.values() if job.spec.name == name), None)
+        """The last of the open jobs of that name: ranks of one before may still finish it."""
+        return next((job for job in reversed(self._open.values()) if job.spec.name == name), None)
 
     def find(self, job_id: str, spec: JobSpec) -> Job | None:
         """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known.

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from control_plane.errors import (
     AlreadyExistsError,
     FencedError,
-    HeldError,
     InvalidRequestError,
     LeaseExpiredError,
     UnknownServerError,
 )
-from control_plane.jobs.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
 from distca.contract.addresses import split_address
 from distca.contract.identity import check_name
@@ -158,8 +156,8 @@ class Member:
         description: what it is.
         lease_id: of its own lease, or of its rank's.
         renewed_at: when its lease was last renewed; an in-place server's heartbeat.
-        heard_at: when it has last called itself; leases may begin anew without that.
         in_place: None for a pool server.
+        is_watching: whether its stream of events is open.
         draining: gets no new work. An in-place server still runs its own rank's tasks.
         load: as last reported.
         lost_ranks: when it reported that its connection to a rank of a job was reset.
@@ -169,13 +167,10 @@ class Member:
     lease_id: str
     renewed_at: float
     in_place: InPlace | None = None
+    is_watching: bool = False
     draining: bool = False
     load: ServerLoad = field(default_factory=ServerLoad)
     lost_ranks: dict[tuple[str, int], float] = field(default_factory=dict)
-    heard_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.heard_at = self.renewed_at
 
     @property
     def server_id(self) -> str:
@@ -196,59 +191,33 @@ class Membership:
         # Why leases were taken away, so that their servers can tell it from a new control plane.
         self._taken: OrderedDict[str, str] = OrderedDict()
 
-    def register(
-        self,
-        description: ServerDescription,
-        *,
-        lease_id: str,
-        now: float,
-        waited_seconds: float = 0.0,
-    ) -> Member:
+    def register(self, description: ServerDescription, *, lease_id: str, now: float) -> Member:
         """A pool server joins; raises as :meth:`check_free`."""
-        self.check_free(description.server_id, now=now, waited_seconds=waited_seconds)
-        return self._add(Member(description=description, lease_id=lease_id, renewed_at=now), now)
+        self.check_free(description.server_id)
+        return self._add(Member(description=description, lease_id=lease_id, renewed_at=now))
 
     def register_in_place(
         self, description: ServerDescription, in_place: InPlace, *, lease_id: str, now: float
     ) -> Member:
         """The server of a rank joins, under the rank's lease; raises as :meth:`check_free`."""
-        self.check_free(description.server_id, now=now)
+        self.check_free(description.server_id)
         member = Member(
             description=description, lease_id=lease_id, renewed_at=now, in_place=in_place
         )
-        return self._add(member, now)
+        return self._add(member)
 
-    def check_free(self, server_id: str, *, now: float, waited_seconds: float = 0.0) -> None:
+    def check_free(self, server_id: str) -> None:
         """Raises unless ``server_id`` is free.
 
-        Args:
-            server_id: that another server asks for.
-            now: the time.
-            waited_seconds: for how long it has waited for the id.
-
         Raises:
-            HeldError: a server has it that may be gone: wait.
-            AlreadyExistsError: a live server has it.
+            AlreadyExistsError: a server has it.
         """
         holder = self._by_id.get(server_id)
-        if holder is None or self._expired(holder, now):
-            return
-        about = (
-            f"server_id {server_id!r} is held by a server at {holder.description.data_address} on "
-            f"{holder.description.host}, heard {now - holder.heard_at:.1f} s ago"
-        )
-        lease_seconds = self._lease_seconds
-        if are_alive(
-            [holder.heard_at], lease_seconds=lease_seconds, waited_seconds=waited_seconds, now=now
-        ):
-            raise AlreadyExistsError(f"{about}, which lives; give this one another id")
-        end_at = holder.renewed_at + lease_seconds
-        raise HeldError(
-            f"{about}; if it is gone, its lease ends in {max(end_at - now, 0.0):.1f} s",
-            retry_after_seconds=retry_seconds(
-                end_at, n_waiting=1, lease_seconds=lease_seconds, now=now
-            ),
-        )
+        if holder is not None:
+            raise AlreadyExistsError(
+                f"server_id {server_id!r} is that of the server at "
+                f"{holder.description.data_address} on {holder.description.host}, which lives"
+            )
 
     def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
         """Renews a lease and stores the load.
@@ -257,9 +226,15 @@ class Membership:
             LeaseExpiredError: the lease expired or is unknown.
         """
         member = self.of_lease(lease_id, now=now)
-        member.renewed_at = member.heard_at = now
+        member.renewed_at = now
         member.load = load
         return member
+
+    def stream_broken(self, lease_id: str) -> None:
+        """A server's stream of events has broken; nothing if the lease has ended."""
+        member = self._by_lease.get(lease_id)
+        if member is not None:
+            member.is_watching = False
 
     def rank_lost(self, lease_id: str, job_id: str, rank: int, *, now: float) -> None:
         """A server's connection to a rank was reset. Raises as :meth:`of_lease`."""
@@ -343,7 +318,7 @@ class Membership:
         returned; with its load, if the rank tells it."""
         member = self._by_lease.get(lease_id)
         if member is not None:
-            member.renewed_at = member.heard_at = now
+            member.renewed_at = now
             member.load = load or member.load
         return member
 
@@ -406,10 +381,7 @@ class Membership:
         """Whether ``member`` still holds the lease that it had."""
         return self._by_lease.get(member.lease_id) is member
 
-    def _add(self, member: Member, now: float) -> Member:
-        expired = self._by_id.get(member.server_id)
-        if expired is not None:
-            self.fence(expired, self._why_expired(expired))
+    def _add(self, member: Member) -> Member:
         self._by_id[member.server_id] = self._by_lease[member.lease_id] = member
         return member
 

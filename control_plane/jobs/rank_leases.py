@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
-from control_plane.jobs import holders
-
-MAX_NAMED = 3
-"""Ranks that a message tells apart."""
 
 _SAME_TIME_SECONDS = 5.0
 """A server's loss that is older has another cause than the stream's."""
@@ -27,7 +23,8 @@ class RankLease:
         rank, lease_id, host: of the rank.
         renewed_at: since when its lease runs.
         heard_at: when the rank has last called; a lease may begin anew without that.
-        away_since: when its stream of events has broken, if it has opened no other.
+        has_watched: whether it has ever opened its stream of events.
+        away_since: when that stream has broken, if it has opened no other.
     """
 
     rank: int
@@ -35,6 +32,7 @@ class RankLease:
     host: str
     renewed_at: float
     heard_at: float
+    has_watched: bool = False
     away_since: float | None = None
 
     @property
@@ -45,7 +43,12 @@ class RankLease:
     def broken_for(self, now: float) -> float:
         """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
         since = self.away_since
-        return 0.0 if since is None or self.heard_at > since else now - since
+        return 0.0 if since is None or not self.is_silent else now - since
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has not been heard since its stream broke."""
+        return self.away_since is not None and self.heard_at <= self.away_since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +96,8 @@ class RankLeases:
         self.absent = set(absent)
 
     def why_taken(self, rank: int) -> str | None:
-        """Why ``rank`` cannot join for the first time; None if it can.
-
-        Raises:
-            InvalidRequestError: it is none of the job's ranks.
-        """
+        """Why ``rank`` cannot join for the first time; None if it can. One that has joined and
+        never watched gives its place up: its process is gone, or did not get the answer."""
         self._check_rank(rank)
         if rank in self.absent:
             return (
@@ -107,7 +107,7 @@ class RankLeases:
         if rank in self.left:
             return self._why_left(rank)
         lease = self.of_rank(rank)
-        if lease is not None:
+        if lease is not None and lease.has_watched:
             return f"rank {rank} has joined job {self._job_id} from {lease.host}"
         return None
 
@@ -120,7 +120,7 @@ class RankLeases:
         why = self.why_taken(rank)
         if why is not None:
             raise AlreadyExistsError(why)
-        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
+        self._give(rank, host, lease_id, now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank comes back, under a new lease.
@@ -134,11 +134,8 @@ class RankLeases:
             raise AlreadyExistsError(
                 f"{self._why_left(rank)}; wait until it is closed, or use another name"
             )
-        lease = self.of_rank(rank)
-        if lease is not None:
-            del self._by_id[lease.lease_id]
         self.absent.discard(rank)
-        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
+        self._give(rank, host, lease_id, now)
 
     def renew(self, lease_id: str, *, now: float) -> None:
         """A rank has called: its lease begins anew. Raises as :meth:`get`."""
@@ -193,36 +190,10 @@ class RankLeases:
         ]
         return sorted(gone, key=lambda lease: lease.rank)
 
-    def are_alive(self, *, waited_seconds: float, now: float) -> bool:
-        """Whether it is certain, to one who waits for their end, that all ranks live."""
-        return not self.absent and holders.are_alive(
-            (lease.heard_at for lease in self._by_id.values()),
-            lease_seconds=self._lease_seconds,
-            waited_seconds=waited_seconds,
-            now=now,
-        )
-
-    def who_was_heard(self, rank: int, *, now: float) -> str:
-        """The ranks that hold a lease, ``rank`` first, and when each was heard; for messages."""
-        leases = sorted(self._by_id.values(), key=lambda lease: (lease.rank != rank, lease.rank))
-        named = ", ".join(
-            f"rank {lease.rank} on {lease.host} was heard {now - lease.heard_at:.1f} s ago"
-            for lease in leases[:MAX_NAMED]
-        )
-        more = len(leases) - MAX_NAMED
-        return f"{named} and {more} more ranks live" if more > 0 else named
-
     @property
-    def end_at(self) -> float:
-        """When the first lease runs out unless it is renewed."""
-        renewed_at = min((lease.renewed_at for lease in self._by_id.values()), default=math.inf)
-        return renewed_at + self._lease_seconds
-
-    def retry_seconds(self, end_at: float, *, now: float) -> float:
-        """When one asks again who waits for the end of the job, at ``end_at`` at the latest."""
-        return holders.retry_seconds(
-            end_at, n_waiting=self._n_ranks, lease_seconds=self._lease_seconds, now=now
-        )
+    def is_broken(self) -> bool:
+        """Whether a rank is silent, or is to come back."""
+        return bool(self.absent) or any(lease.is_silent for lease in self._by_id.values())
 
     @property
     def away(self) -> list[int]:
@@ -246,6 +217,12 @@ class RankLeases:
         if len(hosts) < self._n_ranks:
             return None
         return tuple(hosts[rank] for rank in range(self._n_ranks))
+
+    def _give(self, rank: int, host: str, lease_id: str, now: float) -> None:
+        before = self.of_rank(rank)
+        if before is not None:
+            del self._by_id[before.lease_id]
+        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._n_ranks:

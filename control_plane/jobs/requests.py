@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 from control_plane.errors import InvalidRequestError
@@ -56,20 +55,6 @@ def description_from_proto(
         version=message.version,
         transport=message.transport,
     )
-
-
-def waited_from_proto(
-    message: jobs_pb2.OpenJobRequest | membership_pb2.RegisterServerRequest,
-) -> float:
-    """For how long the sender has waited for its name, in seconds.
-
-    Raises:
-        InvalidRequestError: that is no time.
-    """
-    seconds = message.waited_seconds
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidRequestError(f"waited_seconds is {seconds}; it must be 0 or more")
-    return seconds
 
 
 def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:

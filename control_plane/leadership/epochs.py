@@ -28,11 +28,6 @@ def first_epoch(generation: int) -> int:
     return generation << GENERATION_BITS
 
 
-def is_first(state_dir: Path | None) -> bool:
-    """Whether it is certain that no run has been given a generation before."""
-    return state_dir is not None and not (state_dir / _FILE).exists()
-
-
 def next_generation(state_dir: Path | None) -> int:
     """The generation of a run that begins now: higher than any that was given with this
     ``state_dir``, and no lower than the time in seconds, so that it is higher than one given

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.errors import (
     AccessError,
-    HeldError,
     RefusedError,
     ReplacedError,
     ShuttingDownError,
@@ -28,9 +27,8 @@ QUIET_SECONDS = 60.0
 MAX_LOGGED = 256
 """Callers and reasons that are logged apart; what comes on top is only counted."""
 
-_NO_REFUSALS = (HeldError, ReplacedError, ShuttingDownError, StandbyError)
-"""Calls that are to be made again in a moment, streams that end as they should, and calls that
-belong to another control plane."""
+_NO_REFUSALS = (ReplacedError, ShuttingDownError, StandbyError)
+"""Streams that end as they should, and calls that belong to another control plane."""
 
 
 @dataclass

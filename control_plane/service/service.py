@@ -27,7 +27,6 @@ from control_plane.jobs.requests import (
     status_to_proto,
     step_to_proto,
     wait_from_proto,
-    waited_from_proto,
 )
 from control_plane.jobs.subscriptions import Subscription
 from distca.contract.codec import plan_to_proto
@@ -50,7 +49,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         self, request: membership_pb2.RegisterServerRequest, context: Context
     ) -> membership_pb2.RegisterServerResponse:
         lease_id = self._coordinator.register_server(
-            description_from_proto(request.server), waited_seconds=waited_from_proto(request)
+            description_from_proto(request.server), replace=request.replace
         )
         return membership_pb2.RegisterServerResponse(
             lease_id=lease_id, lease_seconds=self._coordinator.lease_seconds
@@ -142,7 +141,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 in_place,
                 group=group,
                 owner=caller.owner,
-                waited_seconds=waited_from_proto(request),
+                replace=request.replace,
             )
         return jobs_pb2.OpenJobResponse(
             job_id=job.job_id,

@@ -17,7 +17,6 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid-request"),
     errors.SpecMismatchError: (grpc.StatusCode.FAILED_PRECONDITION, "spec-mismatch"),
     errors.AlreadyExistsError: (grpc.StatusCode.ALREADY_EXISTS, "already-exists"),
-    errors.HeldError: (grpc.StatusCode.ALREADY_EXISTS, "held"),
     errors.NoIdentityError: (grpc.StatusCode.UNAUTHENTICATED, "no-identity"),
     errors.ExpiredCertificateError: (grpc.StatusCode.UNAUTHENTICATED, "expired-certificate"),
     errors.NoHandshakeError: (grpc.StatusCode.UNAVAILABLE, "no-handshake"),
@@ -50,7 +49,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: errors.RefusedError) 
     go with it as trailing metadata."""
     status, kind = _STATUS[type(error)]
     metadata = [(ERROR_KIND_KEY, kind)]
-    if isinstance(error, errors.RateLimitedError | errors.HeldError):
+    if isinstance(error, errors.RateLimitedError):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"))
     await context.abort(status, plain(str(error), _MAX_MESSAGE_CHARACTERS), tuple(metadata))
     raise AssertionError("abort raises")

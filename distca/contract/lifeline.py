@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from distca.contract import rpc
 from distca.contract.contact import Contact
-from distca.contract.held import Patience
 from distca.contract.reconnect import Addresses, is_transient, reach
 from distca.contract.rotation import Rotation
 
@@ -40,7 +39,6 @@ class Lifeline(Generic[AnyContact]):
         on_broken: called with what ends the contact for good; it may be called more than once.
         wanted: whether to look for a control plane that is away.
         away_seconds: how long it may be away.
-        held_seconds: how long to wait for a name whose holder may be gone.
 
     Attributes:
         who: is kept in contact, for logs.
@@ -58,7 +56,6 @@ class Lifeline(Generic[AnyContact]):
         on_broken: Callable[[Exception], None],
         wanted: Callable[[], bool] = lambda: True,
         away_seconds: float,
-        held_seconds: float,
     ) -> None:
         self.who = ""
         self.expects_end = False
@@ -72,7 +69,6 @@ class Lifeline(Generic[AnyContact]):
         self._on_broken = on_broken
         self._wanted = wanted
         self._away_seconds = away_seconds
-        self._held_seconds = held_seconds
         self._contact: AnyContact | None = None
         # A contact that works, with certificates that have been replaced since.
         self._outdated: AnyContact | None = None
@@ -84,10 +80,6 @@ class Lifeline(Generic[AnyContact]):
     def contact(self) -> AnyContact | None:
         """The control plane as it is reached now; None while it is away."""
         return self._contact
-
-    def patience(self, who: str) -> Patience:
-        """To wait with for the name of ``who``, until no control plane is looked for any more."""
-        return Patience(who, timeout_seconds=self._held_seconds, giving_up=self._finished)
 
     def join(self, again: tuple[type[rpc.RpcError], ...]) -> AnyContact:
         """Makes the first contact; errors ``again`` are worth another attempt."""

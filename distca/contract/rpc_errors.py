@@ -65,17 +65,7 @@ class FailedPrecondition(RpcError):
 class AlreadyExists(RpcError):
     """Another live server has the id, or a live job the name."""
 
-    advice = "use another name, or end the process that has this one"
-
-
-class Held(AlreadyExists):
-    """The owner of an id or a name may be gone; see :mod:`distca.contract.held`.
-
-    Attributes:
-        retry_after_seconds: when to ask again.
-    """
-
-    retry_after_seconds = 1.0
+    advice = "use another name, or end the process that has this one: --replace does"
 
 
 class Unauthenticated(RpcError):
@@ -165,7 +155,6 @@ class Fenced(LeaseExpired):
 
 
 _BY_KIND: dict[str, type[RpcError]] = {
-    "held": Held,
     "unknown-job": UnknownJob,
     "unknown-server": UnknownServer,
     "unknown-step": UnknownStep,
@@ -199,6 +188,6 @@ def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
     if issubclass(specific, kind):
         kind = specific
     named = kind(method, address, error.details() or status.name)
-    if isinstance(named, RateLimited | Held):
+    if isinstance(named, RateLimited):
         named.retry_after_seconds = float(metadata.get(RETRY_AFTER_KEY, named.retry_after_seconds))
     return named

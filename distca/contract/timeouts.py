@@ -200,14 +200,6 @@ TIMEOUTS = (
         then="jobs from before recover with those that have",
     ),
     Timeout(
-        name="held_name_seconds",
-        seconds=30.0,
-        who="control plane",
-        what="jobs from before, after its own start, if callers show certificates (two leases if "
-        "that is less)",
-        then="their names are anybody's again: new jobs open",
-    ),
-    Timeout(
         name="leader_lease_seconds",
         seconds=10.0,
         who="standby control plane",
@@ -244,15 +236,6 @@ TIMEOUTS = (
         what="the control plane, at start",
         then="the job does not start",
         option="train --start-timeout-seconds",
-    ),
-    Timeout(
-        name="held_timeout_seconds",
-        seconds=45.0,
-        who="rank, server",
-        what="the end of the job or server that has its name and may be gone: a lease at most, "
-        "two after an absence of the control plane",
-        then="the process ends with an error that names who has the name",
-        option="SessionOptions",
     ),
     Timeout(
         name="announced_seconds",
@@ -478,16 +461,6 @@ ORDERS = (
         shorter=("lease_seconds",),
         longer="tick_timeout_seconds",
         why="a rank that dies would be taken for a server that does not answer",
-    ),
-    Order(
-        shorter=("lease_seconds",),
-        longer="held_timeout_seconds",
-        why="what is started again would give up before the lease of the process before it ends",
-    ),
-    Order(
-        shorter=("held_name_seconds",),
-        longer="held_timeout_seconds",
-        why="a new job would give up before the names of the jobs from before are free",
     ),
     Order(
         shorter=("stall_seconds",),

@@ -212,6 +212,7 @@ def _session_options(
             data_host=run.service.rows_host,
             transport=run.service.transport,
             one_host=run.service.one_host,
+            replace=run.service.replace,
             collective_timeout_seconds=run.service.collective_timeout_seconds,
             min_gigabytes_per_second=run.service.min_gigabytes_per_second,
             metrics_port=_metrics_port(run),

@@ -294,6 +294,9 @@ class ServiceSettings(RankTimeouts):
             "pool's servers, or what suits this machine's devices."
         ),
     ] = TransportName.AUTO
+    replace: Annotated[
+        bool, typer.Option("--replace", help="End a live job of this name and take its place.")
+    ] = False
     one_host: Annotated[
         bool,
         typer.Option(

@@ -95,22 +95,22 @@ class DescribePoolResponse(_message.Message):
     def __init__(self, transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("spec", "rank", "in_place_server", "host", "resume", "waited_seconds", "tensor_parallel_ranks")
+    __slots__ = ("spec", "rank", "in_place_server", "host", "resume", "replace", "tensor_parallel_ranks")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
-    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_RANKS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     rank: int
     in_place_server: _membership_pb2.ServerDescription
     host: str
     resume: ResumeJob
-    waited_seconds: float
+    replace: bool
     tensor_parallel_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ..., waited_seconds: _Optional[float] = ..., tensor_parallel_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ..., replace: bool = ..., tensor_parallel_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResumeJob(_message.Message):
     __slots__ = ("job_id", "epoch")

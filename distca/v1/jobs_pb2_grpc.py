@@ -115,9 +115,7 @@ class JobsServicer(object):
         wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before, the rank's
         tensor-parallel group differs from what others of it said, or no server of the pool uses its transport. ALREADY_EXISTS: a job of the name runs, in which the rank has no
         place. PERMISSION_DENIED: the job is another identity's.
-        ALREADY_EXISTS with the trailing metadata `distca-error: held`: the job of the name may be one
-        whose processes are gone. Call again after `retry-after` seconds (metadata too), and say in
-        `waited_seconds` how long that has gone on: within a lease the job ends, or turns out to live.
+        A job of which a rank has lost its stream of events is over, and makes place for the next one.
         With `resume` a rank comes back, and shows its token. NOT_FOUND: the job has been closed.
         ALREADY_EXISTS: the rank has left, or another job has taken the name.
 

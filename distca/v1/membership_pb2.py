@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from distca.v1 import profile_pb2 as distca_dot_v1_dot_profile__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64istca/v1/membership.proto\x12\tdistca.v1\x1a\x17\x64istca/v1/profile.proto\"\xd5\x01\n\x11ServerDescription\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12\x15\n\rcapacity_rows\x18\x06 \x01(\x03\x12(\n\x08profiles\x18\x07 \x03(\x0b\x32\x16.distca.v1.CostProfile\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x11\n\ttransport\x18\t \x01(\t\"]\n\x15RegisterServerRequest\x12,\n\x06server\x18\x01 \x01(\x0b\x32\x1c.distca.v1.ServerDescription\x12\x16\n\x0ewaited_seconds\x18\x02 \x01(\x01\"A\n\x16RegisterServerResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xb1\x01\n\nServerLoad\x12\x14\n\x0cqueued_tasks\x18\x01 \x01(\r\x12\x12\n\nopen_ticks\x18\x02 \x01(\r\x12\x12\n\nbusy_ratio\x18\x03 \x01(\x01\x12\x14\n\x0c\x62uffer_bytes\x18\x04 \x01(\x04\x12\x1c\n\x14oldest_ready_seconds\x18\x05 \x01(\x01\x12\x1e\n\x16moved_bytes_per_second\x18\x06 \x01(\x01\x12\x11\n\tstands_in\x18\x07 \x01(\t\"I\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.distca.v1.ServerLoad\"<\n\x11HeartbeatResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"9\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x15\n\x13\x44rainServerResponse\"+\n\x17\x44\x65registerServerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65registerServerResponse\"G\n\x15ReportRankLostRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\x18\n\x16ReportRankLostResponse\"\x14\n\x12ListServersRequest\"\xc4\x01\n\x0cServerStatus\x12,\n\x06server\x18\x01 \x01(\x0b\x32\x1c.distca.v1.ServerDescription\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.distca.v1.ServerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x1f\n\x17seconds_since_heartbeat\x18\x04 \x01(\x01\x12\x17\n\x0fin_place_job_id\x18\x05 \x01(\t\x12\x15\n\rin_place_rank\x18\x06 \x01(\x05\"?\n\x13ListServersResponse\x12(\n\x07servers\x18\x01 \x03(\x0b\x32\x17.distca.v1.ServerStatus2\xfb\x03\n\nMembership\x12U\n\x0eRegisterServer\x12 .distca.v1.RegisterServerRequest\x1a!.distca.v1.RegisterServerResponse\x12\x46\n\tHeartbeat\x12\x1b.distca.v1.HeartbeatRequest\x1a\x1c.distca.v1.HeartbeatResponse\x12L\n\x0b\x44rainServer\x12\x1d.distca.v1.DrainServerRequest\x1a\x1e.distca.v1.DrainServerResponse\x12[\n\x10\x44\x65registerServer\x12\".distca.v1.DeregisterServerRequest\x1a#.distca.v1.DeregisterServerResponse\x12U\n\x0eReportRankLost\x12 .distca.v1.ReportRankLostRequest\x1a!.distca.v1.ReportRankLostResponse\x12L\n\x0bListServers\x12\x1d.distca.v1.ListServersRequest\x1a\x1e.distca.v1.ListServersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64istca/v1/membership.proto\x12\tdistca.v1\x1a\x17\x64istca/v1/profile.proto\"\xd5\x01\n\x11ServerDescription\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12\x15\n\rcapacity_rows\x18\x06 \x01(\x03\x12(\n\x08profiles\x18\x07 \x03(\x0b\x32\x16.distca.v1.CostProfile\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x11\n\ttransport\x18\t \x01(\t\"V\n\x15RegisterServerRequest\x12,\n\x06server\x18\x01 \x01(\x0b\x32\x1c.distca.v1.ServerDescription\x12\x0f\n\x07replace\x18\x02 \x01(\x08\"A\n\x16RegisterServerResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xb1\x01\n\nServerLoad\x12\x14\n\x0cqueued_tasks\x18\x01 \x01(\r\x12\x12\n\nopen_ticks\x18\x02 \x01(\r\x12\x12\n\nbusy_ratio\x18\x03 \x01(\x01\x12\x14\n\x0c\x62uffer_bytes\x18\x04 \x01(\x04\x12\x1c\n\x14oldest_ready_seconds\x18\x05 \x01(\x01\x12\x1e\n\x16moved_bytes_per_second\x18\x06 \x01(\x01\x12\x11\n\tstands_in\x18\x07 \x01(\t\"I\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.distca.v1.ServerLoad\"<\n\x11HeartbeatResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"9\n\x12\x44rainServerRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x15\n\x13\x44rainServerResponse\"+\n\x17\x44\x65registerServerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65registerServerResponse\"G\n\x15ReportRankLostRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\x18\n\x16ReportRankLostResponse\"\x14\n\x12ListServersRequest\"\xc4\x01\n\x0cServerStatus\x12,\n\x06server\x18\x01 \x01(\x0b\x32\x1c.distca.v1.ServerDescription\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.distca.v1.ServerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x1f\n\x17seconds_since_heartbeat\x18\x04 \x01(\x01\x12\x17\n\x0fin_place_job_id\x18\x05 \x01(\t\x12\x15\n\rin_place_rank\x18\x06 \x01(\x05\"?\n\x13ListServersResponse\x12(\n\x07servers\x18\x01 \x03(\x0b\x32\x17.distca.v1.ServerStatus2\xfb\x03\n\nMembership\x12U\n\x0eRegisterServer\x12 .distca.v1.RegisterServerRequest\x1a!.distca.v1.RegisterServerResponse\x12\x46\n\tHeartbeat\x12\x1b.distca.v1.HeartbeatRequest\x1a\x1c.distca.v1.HeartbeatResponse\x12L\n\x0b\x44rainServer\x12\x1d.distca.v1.DrainServerRequest\x1a\x1e.distca.v1.DrainServerResponse\x12[\n\x10\x44\x65registerServer\x12\".distca.v1.DeregisterServerRequest\x1a#.distca.v1.DeregisterServerResponse\x12U\n\x0eReportRankLost\x12 .distca.v1.ReportRankLostRequest\x1a!.distca.v1.ReportRankLostResponse\x12L\n\x0bListServers\x12\x1d.distca.v1.ListServersRequest\x1a\x1e.distca.v1.ListServersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERDESCRIPTION']._serialized_start=67
   _globals['_SERVERDESCRIPTION']._serialized_end=280
   _globals['_REGISTERSERVERREQUEST']._serialized_start=282
-  _globals['_REGISTERSERVERREQUEST']._serialized_end=375
-  _globals['_REGISTERSERVERRESPONSE']._serialized_start=377
-  _globals['_REGISTERSERVERRESPONSE']._serialized_end=442
-  _globals['_SERVERLOAD']._serialized_start=445
-  _globals['_SERVERLOAD']._serialized_end=622
-  _globals['_HEARTBEATREQUEST']._serialized_start=624
-  _globals['_HEARTBEATREQUEST']._serialized_end=697
-  _globals['_HEARTBEATRESPONSE']._serialized_start=699
-  _globals['_HEARTBEATRESPONSE']._serialized_end=759
-  _globals['_DRAINSERVERREQUEST']._serialized_start=761
-  _globals['_DRAINSERVERREQUEST']._serialized_end=818
-  _globals['_DRAINSERVERRESPONSE']._serialized_start=820
-  _globals['_DRAINSERVERRESPONSE']._serialized_end=841
-  _globals['_DEREGISTERSERVERREQUEST']._serialized_start=843
-  _globals['_DEREGISTERSERVERREQUEST']._serialized_end=886
-  _globals['_DEREGISTERSERVERRESPONSE']._serialized_start=888
-  _globals['_DEREGISTERSERVERRESPONSE']._serialized_end=914
-  _globals['_REPORTRANKLOSTREQUEST']._serialized_start=916
-  _globals['_REPORTRANKLOSTREQUEST']._serialized_end=987
-  _globals['_REPORTRANKLOSTRESPONSE']._serialized_start=989
-  _globals['_REPORTRANKLOSTRESPONSE']._serialized_end=1013
-  _globals['_LISTSERVERSREQUEST']._serialized_start=1015
-  _globals['_LISTSERVERSREQUEST']._serialized_end=1035
-  _globals['_SERVERSTATUS']._serialized_start=1038
-  _globals['_SERVERSTATUS']._serialized_end=1234
-  _globals['_LISTSERVERSRESPONSE']._serialized_start=1236
-  _globals['_LISTSERVERSRESPONSE']._serialized_end=1299
-  _globals['_MEMBERSHIP']._serialized_start=1302
-  _globals['_MEMBERSHIP']._serialized_end=1809
+  _globals['_REGISTERSERVERREQUEST']._serialized_end=368
+  _globals['_REGISTERSERVERRESPONSE']._serialized_start=370
+  _globals['_REGISTERSERVERRESPONSE']._serialized_end=435
+  _globals['_SERVERLOAD']._serialized_start=438
+  _globals['_SERVERLOAD']._serialized_end=615
+  _globals['_HEARTBEATREQUEST']._serialized_start=617
+  _globals['_HEARTBEATREQUEST']._serialized_end=690
+  _globals['_HEARTBEATRESPONSE']._serialized_start=692
+  _globals['_HEARTBEATRESPONSE']._serialized_end=752
+  _globals['_DRAINSERVERREQUEST']._serialized_start=754
+  _globals['_DRAINSERVERREQUEST']._serialized_end=811
+  _globals['_DRAINSERVERRESPONSE']._serialized_start=813
+  _globals['_DRAINSERVERRESPONSE']._serialized_end=834
+  _globals['_DEREGISTERSERVERREQUEST']._serialized_start=836
+  _globals['_DEREGISTERSERVERREQUEST']._serialized_end=879
+  _globals['_DEREGISTERSERVERRESPONSE']._serialized_start=881
+  _globals['_DEREGISTERSERVERRESPONSE']._serialized_end=907
+  _globals['_REPORTRANKLOSTREQUEST']._serialized_start=909
+  _globals['_REPORTRANKLOSTREQUEST']._serialized_end=980
+  _globals['_REPORTRANKLOSTRESPONSE']._serialized_start=982
+  _globals['_REPORTRANKLOSTRESPONSE']._serialized_end=1006
+  _globals['_LISTSERVERSREQUEST']._serialized_start=1008
+  _globals['_LISTSERVERSREQUEST']._serialized_end=1028
+  _globals['_SERVERSTATUS']._serialized_start=1031
+  _globals['_SERVERSTATUS']._serialized_end=1227
+  _globals['_LISTSERVERSRESPONSE']._serialized_start=1229
+  _globals['_LISTSERVERSRESPONSE']._serialized_end=1292
+  _globals['_MEMBERSHIP']._serialized_start=1295
+  _globals['_MEMBERSHIP']._serialized_end=1802
 # @@protoc_insertion_point(module_scope)

@@ -30,12 +30,12 @@ class ServerDescription(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., data_address: _Optional[str] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., capacity_rows: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[_profile_pb2.CostProfile, _Mapping]]] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class RegisterServerRequest(_message.Message):
-    __slots__ = ("server", "waited_seconds")
+    __slots__ = ("server", "replace")
     SERVER_FIELD_NUMBER: _ClassVar[int]
-    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     server: ServerDescription
-    waited_seconds: float
-    def __init__(self, server: _Optional[_Union[ServerDescription, _Mapping]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
+    replace: bool
+    def __init__(self, server: _Optional[_Union[ServerDescription, _Mapping]] = ..., replace: bool = ...) -> None: ...
 
 class RegisterServerResponse(_message.Message):
     __slots__ = ("lease_id", "lease_seconds")

@@ -30,14 +30,8 @@ class RankContact(Contact):
         answer = self.call(self._jobs.DescribePool, jobs_pb2.DescribePoolRequest())
         return list(answer.transports)
 
-    def join(self, request: jobs_pb2.OpenJobRequest, *, waited_seconds: float = 0.0) -> bytes:
-        """Opens the job, for the first time or to come back to it; returns the rank's token.
-
-        Args:
-            request: names the job; changed only in ``waited_seconds``.
-            waited_seconds: for how long the rank has waited for the job's name.
-        """
-        request.waited_seconds = waited_seconds
+    def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
+        """Opens the job, for the first time or to come back to it; returns the rank's token."""
         response = self.call(self._jobs.OpenJob, request)
         self.job_id, self.lease_id = response.job_id, response.rank_lease_id
         self.lease_seconds = response.lease_seconds

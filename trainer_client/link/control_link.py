@@ -101,7 +101,6 @@ class ControlLink:
     Args:
         settings: how to reach the control plane; with several addresses, its standbys too.
         control_plane_timeout_seconds: how long the control plane may be away.
-        held_timeout_seconds: how long opening waits for the end of an earlier job of the name.
         in_place_load: reads the load of the rank's in-place server; None if it has none.
 
     Attributes:
@@ -115,7 +114,6 @@ class ControlLink:
         settings: rpc.RpcSettings,
         *,
         control_plane_timeout_seconds: float = default_seconds("control_plane_timeout_seconds"),
-        held_timeout_seconds: float = default_seconds("held_timeout_seconds"),
         in_place_load: Callable[[], membership_pb2.ServerLoad | None] = lambda: None,
     ) -> None:
         self._settings = settings
@@ -128,11 +126,9 @@ class ControlLink:
             on_event=self._handle,
             on_broken=self._fail,
             away_seconds=control_plane_timeout_seconds,
-            held_seconds=held_timeout_seconds,
         )
         self._outbox = Outbox(self._lifeline)
         self._request = jobs_pb2.OpenJobRequest()
-        self._patience = self._lifeline.patience("")
         self._listener: RankListener | None = None
         self._failure: Exception | None = None
         self._left = False
@@ -173,7 +169,6 @@ class ControlLink:
         """
         self._request.CopyFrom(request)
         self._listener = listener
-        self._patience = self._lifeline.patience(f"rank {request.rank} of job {request.spec.name}")
         self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._lifeline.start(renewing="distca-lease")
         self._outbox.start()
@@ -296,9 +291,7 @@ class ControlLink:
         """The first contact."""
         contact = RankContact(settings, lambda: self.token)
         try:
-            self.token = self._patience.ask(
-                lambda waited: contact.join(self._request, waited_seconds=waited)
-            )
+            self.token = contact.join(self._request)
             self.timeouts = contact.timeouts
             self.job_id = contact.job_id
             self._lifeline.who = f"job {self.job_id}"

@@ -59,17 +59,15 @@ def environment(running: Cluster, job: str, placement: str, begin: str = "") -> 
 
 
 def check_results(running: Cluster) -> None:
-    """Both ranks have trained to the end, in one job, which they opened after a lease at most."""
+    """Both ranks have trained to the end, in one job, which they opened before a lease ended."""
     results = [json.loads((running.folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
     assert [result["steps"] for result in results] == [4, 4]
     assert len({result["job_id"] for result in results}) == 1
-    assert max(result["opened_seconds"] for result in results) < LEASE_SECONDS + 5.0
+    assert max(result["opened_seconds"] for result in results) < LEASE_SECONDS
 
 
 @pytest.mark.timeout(2 * END_SECONDS)
 def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
-    # Without a node the control plane hears nobody meanwhile: it lets the leases of the dead begin
-    # anew when the first rank calls, so that they wait however long they took to start.
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
@@ -84,7 +82,6 @@ def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
-    assert done.stdout.count("waits for its name") > 0, done.stdout[-6000:]
     check_results(running)
 
 
@@ -101,7 +98,6 @@ def test_job_on_the_pool_is_killed_and_started_again_at_once(running: Cluster) -
     finally:
         for rank in (*first, *again):
             rank.kill()
-    assert "waits for its name" in log_of(running, "again")
     check_results(running)
     assert "fenced" not in node.log.read_text()
     assert node.terminate() == 0
@@ -128,14 +124,10 @@ def log_of(running: Cluster, name: str) -> str:
 
 def test_job_that_lives_keeps_its_name_and_says_where_it_runs(running: Cluster) -> None:
     with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
-        began = time.monotonic()
         with pytest.raises(rpc.AlreadyExists) as caught:
             Session.open(replace(team.sessions[0].options, data_port=0))
-        # One lease; 30 s are the most that anything waits for what cannot come.
-        assert LEASE_SECONDS <= time.monotonic() - began < LEASE_SECONDS + 10.0
-        said = str(caught.value)
-        assert f"rank 0 has joined job {team.sessions[0].job_id} from {gethostname()}" in said
-        assert "use another name, or end the process" in said
+        assert team.sessions[0].job_id in str(caught.value)
+        assert gethostname() in str(caught.value)
         team.check([RankManifest.from_lengths(0, 0, [[40], [24]])])
 
 

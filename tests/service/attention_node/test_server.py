@@ -270,6 +270,15 @@ def test_a_node_that_was_stopped_for_longer_than_its_lease_comes_back(running: C
     assert node.terminate(EXIT_SECONDS) == 0
 
 
+def test_a_node_that_is_started_again_after_a_kill_has_its_name(
+    running: Cluster,
+) -> None:
+    running.start_node("phoenix").kill()
+    node = running.start_node("phoenix")
+    assert server_ids(running) == {"node-0", "phoenix"}
+    assert node.terminate(EXIT_SECONDS) == 0
+
+
 def wait_for_servers(running: Cluster, expected: set[str]) -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     while server_ids(running) != expected:

@@ -491,12 +491,31 @@ def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
         client.membership.RegisterServer(membership_pb2.RegisterServerRequest(server=server))
 
 
-def test_register_server_refuses_the_id_of_a_live_one(client: Client) -> None:
-    client.register("s0")
-    with pytest.raises(rpc.Held, match="held by a server at 127"):
-        client.register("s0")
-    with pytest.raises(rpc.Held):
+def test_a_server_keeps_its_id_while_it_watches_and_is_not_replaced(client: Client) -> None:
+    server, lease = server_description("s0"), client.register("s0")
+    watcher = client.watch_server(lease)
+    eventually(lambda: client.heartbeat(lease) is not None)
+    with pytest.raises(rpc.AlreadyExists):
         client.register("s0", data_address="127.0.0.1:1")
+    request = membership_pb2.RegisterServerRequest(server=server, replace=True)
+    successor = client.membership.RegisterServer(request).lease_id
+    assert isinstance(watcher.end(), rpc.Fenced)
+    with pytest.raises(rpc.Fenced):
+        client.heartbeat(lease)
+    client.heartbeat(successor)
+
+
+def test_a_server_that_watches_no_more_makes_place_for_the_next(client: Client) -> None:
+    watcher = client.watch_server(client.register("s0"))
+    watcher.cancel()
+
+    def is_free() -> bool:
+        try:
+            return bool(client.register("s0"))
+        except rpc.AlreadyExists:
+            return False
+
+    eventually(is_free)
 
 
 @pytest.mark.parametrize(
@@ -541,26 +560,11 @@ def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) ->
 
 
 def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client) -> None:
-    client.open(0)
+    client.watch_rank(*client.open(0)).next("job_opened")
     with pytest.raises(rpc.FailedPrecondition, match="n_layers 5 instead of 4"):
         client.open(1, job_spec(n_layers=5))
-    with pytest.raises(rpc.Held, match="rank 0 has joined job train-") as caught:
+    with pytest.raises(rpc.AlreadyExists):
         client.open(0)
-    assert 0 < caught.value.retry_after_seconds <= 1.05
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> None:
-    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
-        client.jobs.OpenJob(
-            jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h", waited_seconds=seconds)
-        )
-    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
-        client.membership.RegisterServer(
-            membership_pb2.RegisterServerRequest(
-                server=server_description("s0"), waited_seconds=seconds
-            )
-        )
 
 
 def test_no_pool_server_or_job_passes_for_a_ranks_server(client: Client) -> None:
@@ -569,15 +573,6 @@ def test_no_pool_server_or_job_passes_for_a_ranks_server(client: Client) -> None
     with pytest.raises(rpc.InvalidRequest, match="name"):
         client.open(0, job_spec(name="train.rank-0"))
     client.open(0, job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE))
-
-
-def test_left_rank_cannot_join_again_while_others_run(client: Client) -> None:
-    job_id, leases = open_pair(client)
-    client.close_job(job_id, leases[0])
-    with pytest.raises(rpc.AlreadyExists, match=r"rank 0 has left .* ranks \[1\] still run"):
-        client.open(0)
-    client.close_job(job_id, leases[1])
-    assert client.open(0)[0] != job_id
 
 
 def test_unknown_job_is_named_in_every_call(client: Client) -> None:

@@ -61,7 +61,6 @@ class Node:
             on_drain=lambda: self.told.append("drain"),
             on_lost=lambda error: self.told.append(str(error)),
             away_seconds=WAIT_SECONDS,
-            held_seconds=WAIT_SECONDS,
         )
         self.membership.join()
 

@@ -49,6 +49,8 @@ class TalkingRank:
         settings: rpc.RpcSettings,
         rank: int = 0,
         spec: jobs_pb2.JobSpec | None = None,
+        *,
+        replace: bool = False,
         **options: Any,
     ) -> None:
         self.rank = rank
@@ -59,6 +61,7 @@ class TalkingRank:
         shape = shape_from_proto(spec.shape)
         self.steps = _Steps(self, _options(settings, spec, shape, rank))
         self._request = jobs_pb2.OpenJobRequest(
+            replace=replace,
             spec=spec,
             rank=rank,
             host=f"host-{rank}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -267,7 +268,8 @@ def test_rank_that_servers_lost_too_is_waited_for_even_less(
 
 
 def test_rank_joins_once(job: Job) -> None:
-    with pytest.raises(AlreadyExistsError, match="rank 0 has joined job train-1 from h0"):
+    job.watched_by(0)
+    with pytest.raises(AlreadyExistsError):
         job.join(0, host="x", lease_id="X", now=1.0)
     with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
         job.join(2, host="x", lease_id="X", now=1.0)
@@ -336,17 +338,85 @@ def test_measured_imbalance_counts_idle_servers(job: Job) -> None:
     assert record.measured_imbalance(Phase.BACKWARD) == pytest.approx(8 / 7)
 
 
-def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job) -> None:
-    assert jobs.joinable(spec(name="other"), 0, now=0.0) is None
-    for rank in (0, 1):
-        job.renew(f"L{rank}", now=5.0)
-    with pytest.raises(SpecMismatchError, match="n_layers 9 instead of 4, placement"):
-        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1, waited_seconds=12.0, now=13.0)
-    with pytest.raises(AlreadyExistsError):
-        jobs.joinable(spec(), 1, waited_seconds=12.0, now=13.0)
-    job.leave("L0", error="", now=5.0)
-    jobs.close(job, "")
-    assert jobs.joinable(spec(), 0, now=5.0) is None
+@dataclass(frozen=True)
+class Asked:
+    """What a job answers to a rank that opens its name, by what has become of the job."""
+
+    why: str
+    answer: bool | type[Exception]
+    n_joined: int = 2
+    broken: Sequence[int] = ()
+    heard: bool = False
+    has_left: bool = False
+    rank: int = 0
+    replace: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+OTHER = {"n_layers": 9}
+
+ASKED = [
+    Asked("it lives", AlreadyExistsError),
+    Asked("it is to be replaced", False, replace=True),
+    Asked("its place is free", True, n_joined=1, rank=1),
+    Asked("a process is gone", False, broken=[1]),
+    Asked("only a stream broke", AlreadyExistsError, broken=[1], heard=True),
+    Asked("its first start was killed while it gathered", False, n_joined=1, broken=[0], rank=1),
+    Asked("it has left, others finish", False, has_left=True),
+    Asked("another spec", SpecMismatchError, changes=OTHER),
+    Asked("another spec replaces", False, changes=OTHER, replace=True),
+    Asked("other ranks of one start differ", SpecMismatchError, 1, rank=1, changes=OTHER),
+    Asked("nor with replace", SpecMismatchError, 1, rank=1, changes=OTHER, replace=True),
+    Asked("another spec after a kill", False, 1, [0], rank=1, changes=OTHER),
+    Asked("another number of ranks after a kill", False, broken=[0], changes={"n_ranks": 3}),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.why)
+def test_who_opens_the_name_of_a_job_joins_follows_or_is_refused(jobs: Jobs, asked: Asked) -> None:
+    job = jobs.create(spec(), job_id="train-1", key=b"t")
+    for rank in range(asked.n_joined):
+        job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
+        job.watched_by(rank)
+    for rank in asked.broken:
+        job.stream_broken(rank, now=1.0)
+        if asked.heard:
+            job.renew(f"L{rank}", now=2.0)
+    if asked.has_left:
+        job.leave(f"L{asked.rank}", error="", now=1.0)
+
+    def ask() -> bool:
+        return job.has_place_for(spec(**asked.changes), asked.rank, replace=asked.replace)
+
+    if isinstance(asked.answer, bool):
+        assert ask() == asked.answer
+    else:
+        with pytest.raises(asked.answer):
+            ask()
+
+
+def test_a_rank_that_never_watched_gives_its_place_up(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="train-1", key=b"t")
+    for lease_id in ("lost", "L0"):
+        assert job.has_place_for(spec(), 0, replace=False)
+        job.join(0, host="h0", lease_id=lease_id, now=0.0)
+    with pytest.raises(LeaseExpiredError):
+        job.renew("lost", now=1.0)
+    job.renew("L0", now=1.0)
+
+
+def test_a_job_whose_ranks_are_to_come_back_makes_place(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="train-1", key=b"", absent=frozenset({0, 1}), return_by=9.0)
+    job.come_back(0, host="h0", lease_id="L0", now=1.0)
+    assert not job.has_place_for(spec(), 1, replace=False)
+
+
+def test_a_name_goes_to_the_last_of_its_jobs(jobs: Jobs) -> None:
+    first, last = (jobs.create(spec(), job_id=f"train-{n}", key=b"") for n in (1, 2))
+    assert jobs.named("train") is last
+    jobs.close(last, "")
+    assert jobs.named("train") is first
+    assert jobs.named("other") is None
 
 
 def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:

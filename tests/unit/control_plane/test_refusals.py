@@ -8,7 +8,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from control_plane.errors import (
-    HeldError,
     InvalidRequestError,
     RefusedError,
     ReplacedError,
@@ -84,7 +83,6 @@ def test_mistakes_are_counted_and_not_logged(kit: Kit, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     "error",
     [
-        HeldError("wait", retry_after_seconds=1.0),
         ReplacedError("newer"),
         ShuttingDownError("stopping"),
         StandbyError("not the leader"),
