@@ -29,11 +29,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import planner_figures, planner_pipelines
-from control_plane.planner import balanced, greedy
+from benchmarks import greedy, planner_figures, planner_pipelines
+from control_plane.planner import balanced
 from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.homes import plan_homes
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
+from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
@@ -107,23 +108,27 @@ def cases(quick: bool, seeds: int) -> Iterator[Case]:
 
 def draw(case: Case, seed: int) -> Manifest:
     """A step of ``case``: documents in a stream, rank after rank."""
-    total = case.n * case.tokens
-    lengths = sample_lengths(case.name, total, case.longest, seed)
+    lengths = sample_lengths(case.name, case.n * case.tokens, case.longest, seed)
+    return in_a_row(lengths, case.n, case.tokens, spans=case.longest > case.tokens, step=seed)
+
+
+def in_a_row(lengths: Int64Array, n: int, tokens: int, *, spans: bool, step: int = 0) -> Manifest:
+    """Documents one after another, rank after rank, the last ranks with less or nothing. One that
+    meets the end of a rank goes on on the next one, as the same where it ``spans``."""
     end = np.cumsum(lengths)
-    ranks = np.arange(case.tokens, total + 1, case.tokens)
-    piece_end = np.unique(np.concatenate([end, ranks]))
+    tokens = min(tokens, -(-int(end[-1]) // n))
+    piece_end = np.union1d(end, np.minimum(np.arange(1, n + 1) * tokens, end[-1]))
     piece_begin = np.concatenate([[0], piece_end[:-1]])
-    rank = piece_begin // case.tokens
-    row = piece_begin - rank * case.tokens
-    if case.longest <= case.tokens:
-        document, offset = np.arange(len(rank)), np.zeros_like(rank)
-        lengths = piece_end - piece_begin
-    else:
+    rank = piece_begin // tokens
+    if spans:
         document = np.searchsorted(end, piece_begin, side="right")
         offset = piece_begin - (end - lengths)[document]
+    else:
+        document, offset = np.arange(len(rank)), np.zeros_like(rank)
+        lengths = piece_end - piece_begin
     return Manifest(
-        step=seed,
-        n_ranks=case.n,
+        step=step,
+        n_ranks=n,
         n_nano_batches=1,
         document_id=np.arange(len(lengths)),
         document_length=lengths,
@@ -132,7 +137,7 @@ def draw(case: Case, seed: int) -> Manifest:
         segment_offset=offset,
         segment_length=piece_end - piece_begin,
         segment_rank=rank,
-        segment_row=row,
+        segment_row=piece_begin - rank * tokens,
     )
 
 

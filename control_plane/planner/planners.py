@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from control_plane.planner import balanced, greedy
+from control_plane.planner import balanced
 from control_plane.planner.compiled import NotInCacheError, only_from_cache
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import int64_column
@@ -19,7 +19,7 @@ from core_attention.plan import PlanServer
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 
-PLANNERS: Mapping[str, Planner] = {"balanced": balanced.plan, "greedy": greedy.plan}
+PLANNERS: Mapping[str, Planner] = {"balanced": balanced.plan}
 
 
 def load(planner: Planner) -> bool:

@@ -113,9 +113,7 @@ class PlannerSettings:
 
     planner: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the planner; greedy is the paper's. Default: the control plane's."
-        ),
+        typer.Option(help="Name of the planner. Default: the control plane's."),
     ] = None
     tolerance: Annotated[
         float, typer.Option(help="By how much the busiest server may exceed the mean.")

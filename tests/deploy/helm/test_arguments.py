@@ -173,7 +173,7 @@ def test_values_become_settings_of_the_control_plane(monkeypatch: pytest.MonkeyP
             "mtls-own-authority-values.yaml",
             "controlPlane.leaseSeconds=20",
             "controlPlane.planningThreads=3",
-            "controlPlane.planner=greedy",
+            "controlPlane.planner=balanced",
         ),
         "control-plane",
     )
@@ -184,7 +184,7 @@ def test_values_become_settings_of_the_control_plane(monkeypatch: pytest.MonkeyP
     assert settings.metrics_address == "0.0.0.0:7701"
     assert settings.coordinator.lease_seconds == 20
     assert settings.coordinator.planning_threads == 3
-    assert settings.coordinator.default_planner == "greedy"
+    assert settings.coordinator.default_planner == "balanced"
     assert settings.tls is not None
     files = (settings.tls.certificate_file, settings.tls.key_file, settings.tls.client_ca_file)
     names = ("tls.crt", "tls.key", "ca.crt")

@@ -192,7 +192,7 @@ def test_images_can_be_chosen(setting: str, image: str) -> None:
 def test_extra_values_reach_the_pod() -> None:
     spec = deployment(
         "",
-        "controlPlane.extraArgs={--planner=greedy}",
+        "controlPlane.extraArgs={--planner=balanced}",
         "controlPlane.extraEnv[0].name=A,controlPlane.extraEnv[0].value=b",
         "controlPlane.extraVolumes[0].name=v,controlPlane.extraVolumes[0].configMap.name=c",
         "controlPlane.extraVolumeMounts[0].name=v,controlPlane.extraVolumeMounts[0].mountPath=/v",
@@ -201,7 +201,7 @@ def test_extra_values_reach_the_pod() -> None:
         "controlPlane.priorityClassName=high",
     )["spec"]["template"]["spec"]
     run = container(spec, "control-plane")
-    assert run["args"][-1] == "--planner=greedy"
+    assert run["args"][-1] == "--planner=balanced"
     assert environment(run)["A"] == "b"
     assert {"name": "v", "configMap": {"name": "c"}} in spec["volumes"]
     assert {"name": "v", "mountPath": "/v"} in run["volumeMounts"]

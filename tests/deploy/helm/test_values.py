@@ -118,7 +118,7 @@ OTHER: dict[str, Any] = {
     "attentionNode.shapes": ["1:1:8:float32"],
     "attentionNode.sharedMemorySize": "1Gi",
     "attentionNode.doctor.skip": ["clock"],
-    "controlPlane.planner": "greedy",
+    "controlPlane.planner": "balanced",
     "transport": "nixl",
     "rdma.transports": "dc,tcp,self",
     "rdma.addressType": "ib",

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from control_plane.planner import greedy
+from benchmarks import greedy
 from control_plane.planner.forecast import forecast, pair_bytes, row_bytes
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase, TaskTable

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from control_plane.planner import full, greedy
+from control_plane.planner import full
 from control_plane.planner.balanced import plan as balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer, equal_servers
 from core_attention.arrays import int64_column
@@ -121,8 +121,6 @@ def test_plans_are_valid_and_count_the_bytes_of_their_routes(
 
 def test_what_the_full_mask_does_not_have_is_refused() -> None:
     manifest, servers = merged([[4096]], [[8]]), equal_servers(2, PROFILE)
-    with pytest.raises(PlanError, match="'greedy' does not know mask FULL"):
-        greedy.plan(manifest, servers, SHAPE, OPTIONS)
     with pytest.raises(PlanError, match="max_process_bytes is 10"):
         full.plan(manifest, servers, SHAPE, replace(OPTIONS, max_process_bytes=10))
     stopped = [replace(server, receives=False, speed=0.0) for server in servers]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.planner import balanced, greedy
+from benchmarks import greedy
+from control_plane.planner import balanced
 from control_plane.planner.homes import plan_homes
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.errors import PlanError

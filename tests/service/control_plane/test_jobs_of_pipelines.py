@@ -153,18 +153,6 @@ def test_a_step_of_pipelines_is_planned_by_slots(client: Client) -> None:
     client.close_job(job, first, "over")
 
 
-def test_the_greedy_planner_says_that_it_knows_no_pipelines(client: Client) -> None:
-    message = pipelining_to_proto(pipelining())
-    spec = job_spec("greedy", pipelining=message, planner="greedy")
-    (job, first), (_, second) = (client.open(rank, spec) for rank in (0, 1))
-    watcher = client.watch_rank(job, first)
-    watcher.next("job_opened")
-    for rank, lease in enumerate((first, second)):
-        client.submit(job, lease, rank_manifest(0, rank, LENGTHS))
-    assert "planner 'greedy' does not know pipelines" in watcher.next("step_failed").error
-    client.close_job(job, first, "over")
-
-
 def test_what_servers_measure_is_spread_over_slots_as_expected() -> None:
     base = np.array([[[4.0, 0.0], [0.0, 0.0]]])
     attention = np.array([[[0.0, 4.0], [2.0, 2.0]]])

@@ -129,11 +129,6 @@ def test_a_pool_is_planned(placement: str) -> None:
     assert ("rank-0" in output) == (placement == "mixed")
 
 
-def test_the_greedy_planner_can_be_named() -> None:
-    output = run("--distribution", "prolong", *SMALL, "--planner", "greedy")
-    assert "Why the planner (greedy) stopped" in output
-
-
 @pytest.mark.parametrize("homes", ["packed", "planned"])
 def test_documents_may_be_cut_between_nano_batches(tmp_path: Path, homes: str) -> None:
     """One document over two ranks, which plain packing cannot hold, is one document."""

@@ -254,7 +254,7 @@ def control_plane_process(listen: str, folder: Path) -> Iterator[str]:
     """A control plane as a process, which can be started again on its port; its address."""
     address_file = folder / "address.json"
     address_file.unlink(missing_ok=True)
-    options = [f"--listen={listen}", "--metrics-listen=127.0.0.1:0", "--planner=greedy"]
+    options = [f"--listen={listen}", "--metrics-listen=127.0.0.1:0"]
     options.append(f"--address-file={address_file}")
     process = subprocess.Popen(
         [sys.executable, "-m", "distca", "control-plane", *options],

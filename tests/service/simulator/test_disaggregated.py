@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane.planner import balanced, greedy
+from benchmarks import greedy
+from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from distca.contract.settings import Placement

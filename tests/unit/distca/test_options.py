@@ -230,7 +230,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
         ),
         PlanSettings(
             tolerance=0.0,
-            planner="greedy",
+            planner="balanced",
             homes=Homes.PLANNED,
             min_forward_tokens=1,
             min_backward_tokens=2,

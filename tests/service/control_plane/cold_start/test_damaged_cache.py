@@ -6,16 +6,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from numba.core.caching import UserProvidedCacheLocator
 
+from control_plane.planner import balanced
+from control_plane.planner.planners import prepare
 from distca.contract.codec import plan_from_proto
-from tests import ROOT
 from tests.service.control_plane.cold_start.test_server import BUSY_SECONDS, planner_state
 from tests.support import service_harness
 from tests.support.service_harness import client_of, eventually, job_spec, rank_manifest
@@ -25,22 +26,15 @@ pytestmark = pytest.mark.timeout(400)
 FUNCTION = "survey.look"
 """Python calls it, so that it is loaded, and it is compiled in a second."""
 
-COMPILE = (
-    "from control_plane.planner.planners import PLANNERS, prepare; prepare(PLANNERS['greedy'])"
-)
-
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a planner's machine code."""
+    """A cache with the planner's machine code: a copy of that beside its source."""
+    prepare(balanced.plan)
     folder = tmp_path_factory.mktemp("numba")
-    subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(folder)},
-        check=True,
-        timeout=300,
-    )
+    source = balanced.__file__
+    subfolder = UserProvidedCacheLocator.get_suitable_cache_subpath(source)
+    shutil.copytree(Path(source).parent / "__pycache__", folder / subfolder)
     return folder
 
 
@@ -87,7 +81,7 @@ def test_a_control_plane_with_a_damaged_cache_starts_and_plans(
         process = psutil.Popen(
             [
                 *(sys.executable, "-m", "distca", "control-plane", "--listen=127.0.0.1:0"),
-                *("--planner=greedy", "--metrics-listen=127.0.0.1:0"),
+                *("--planner=balanced", "--metrics-listen=127.0.0.1:0"),
                 f"--address-file={address_file}",
             ],
             env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
@@ -106,7 +100,7 @@ def test_a_control_plane_with_a_damaged_cache_starts_and_plans(
             client.submit(job_id, lease, rank_manifest(0, 0))
             plan = plan_from_proto(watcher.next("step_planned").plan)
             watcher.cancel()
-        assert plan.planner == "greedy"
+        assert plan.planner == "balanced"
         assert str(cache) in log.read_text(), "it says which folder is damaged"
     finally:
         process.send_signal(signal.SIGTERM)

@@ -56,7 +56,7 @@ class Machine:
         monkeypatch.setattr(module, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(ColdPlanner, "_compile_beside", lambda planner: self.compiles())
         self.planner = ColdPlanner(
-            "greedy",
+            "balanced",
             self.uncompiled,
             on_change=lambda name, state: self.states.append(state),
             on_failure=self._failed,
@@ -108,7 +108,7 @@ def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machin
     assert machine.planner.state is PlannerState.COMPILING
     go_on.set()
     thread.join(30.0)
-    assert plans[0].planner == "greedy"
+    assert plans[0].planner == "balanced"
     assert machine.states == [PlannerState.COMPILING, PlannerState.COMPILED]
 
 
@@ -120,7 +120,7 @@ def test_a_compiler_that_dies_is_tried_again(
     machine.planner.start()
     machine.settle(PlannerState.COMPILED)
     assert machine.n_failures == 1
-    assert "planner greedy was killed by signal 9 (attempt 1 of 3)" in caplog.text
+    assert "planner balanced was killed by signal 9 (attempt 1 of 3)" in caplog.text
 
 
 def test_after_some_attempts_it_stays_uncompiled_and_says_so_once(

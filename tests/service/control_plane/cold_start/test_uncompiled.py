@@ -98,7 +98,7 @@ def test_a_process_that_dies_is_started_again_and_then_no_more(
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-            plan = planned(planners, "greedy", *CASES["pool"])
+            plan = planned(planners, "balanced", *CASES["pool"])
         assert plan is None
     finally:
         planners.close()

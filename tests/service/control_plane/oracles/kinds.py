@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.planner import K, servers_of
+from benchmarks.planner import K, in_a_row, servers_of
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
@@ -64,7 +64,7 @@ def draw_kind(seed: int, profile: CostProfile, most_servers: int = 4096) -> Kind
         replace(server, speed=float(speed[i]), host=f"host-{i // per_host}")
         for i, server in enumerate(servers_of(n, profile))
     ]
-    manifest = _in_a_row(lengths, n, tokens, spans)
+    manifest = in_a_row(lengths, n, tokens, spans=spans)
     name = (
         f"{seed}: {lengths_name}, longest {lengths.max()}, {'span' if spans else 'cut at'} ranks, "
         f"n={n} T={tokens // K}K, {per_host} a host, speeds {speeds_name}, tolerance {tolerance:g}"
@@ -105,34 +105,6 @@ def _draw_speeds(generator: np.random.Generator, name: str, n: int) -> Float64Ar
     elif name == "one slow":
         speed[generator.integers(n)] = 0.1
     return speed
-
-
-def _in_a_row(lengths: Int64Array, n: int, tokens: int, spans: bool) -> Manifest:
-    """Documents one after another, rank after rank, the last ranks with less or nothing."""
-    end = np.cumsum(lengths)
-    tokens = min(tokens, -(-int(end[-1]) // n))
-    piece_end = np.union1d(end, np.minimum(np.arange(1, n + 1) * tokens, end[-1]))
-    piece_begin = np.concatenate([[0], piece_end[:-1]])
-    rank = piece_begin // tokens
-    if spans:
-        document = np.searchsorted(end, piece_begin, side="right")
-        offset = piece_begin - (end - lengths)[document]
-    else:
-        document, offset = np.arange(len(rank)), np.zeros_like(rank)
-        lengths = piece_end - piece_begin
-    return Manifest(
-        step=0,
-        n_ranks=n,
-        n_nano_batches=1,
-        document_id=np.arange(len(lengths)),
-        document_length=lengths,
-        document_nano_batch=np.zeros_like(lengths),
-        segment_document=document,
-        segment_offset=offset,
-        segment_length=piece_end - piece_begin,
-        segment_rank=rank,
-        segment_row=piece_begin - rank * tokens,
-    )
 
 
 @dataclass(frozen=True)

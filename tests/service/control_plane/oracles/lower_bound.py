@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks import greedy
 from benchmarks.planner import GREEDY_TOLERANCE, Case, Planned, draw
-from control_plane.planner import balanced, greedy
+from control_plane.planner import balanced
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.manifest import Manifest

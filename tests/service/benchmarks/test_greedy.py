@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.planner import greedy
+from benchmarks import greedy
 from control_plane.planner.planning import PlanningOptions
 from core_attention.errors import PlanError
 from tests.support.planning_cases import (

@@ -57,14 +57,9 @@ def plan(
             of which it knows nothing.
     """
     if options.pipelining is not None:
-        raise PlanError(
-            "planner 'greedy' does not know pipelines; leave planner at its default, 'balanced'"
-        )
+        raise PlanError("the greedy does not know pipelines")
     if shape.mask is not MaskKind.CAUSAL:
-        raise PlanError(
-            f"planner 'greedy' does not know mask {shape.mask.name}; leave planner at its default, "
-            "'balanced'"
-        )
+        raise PlanError(f"the greedy does not know mask {shape.mask.name}")
     fleet = build_fleet(servers, manifest.n_ranks)
     usable = fleet.receives & (fleet.speed > 0)
     columns = []
