@@ -74,17 +74,7 @@ class Gate:
         self._leads = leads
 
     def admit(self, method: str, request: Any, caller: Caller) -> None:
-        """Raises unless ``caller`` may make this call.
-
-        Raises:
-            NoIdentityError, ExpiredCertificateError: its certificate is of no use.
-            StandbyError: another control plane leads.
-            WrongRoleError: its role may not call the method.
-            RateLimitedError: it registers too fast.
-            RequestTooLargeError, InvalidRequestError: the request was not read.
-            UnknownJobError, MissingTokenError, WrongTokenError: as
-                :meth:`Coordinator.check_token`.
-        """
+        """Raises unless ``caller`` may make this call."""
         policy = POLICIES.get(method)
         if policy is None:
             raise WrongRoleError(f"no role may call {method}")

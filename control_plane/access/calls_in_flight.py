@@ -18,11 +18,7 @@ class CallsInFlight:
 
     @contextmanager
     def one_more(self, caller: str) -> Iterator[None]:
-        """A call of ``caller`` is under way.
-
-        Raises:
-            QuotaError: it has as many as one caller may.
-        """
+        """A call of ``caller`` is under way."""
         if self._n_of[caller] >= self._limit:
             raise QuotaError(
                 f"{caller} has {self._limit} calls and streams under way, as many as one identity "

@@ -68,11 +68,6 @@ class JobKeys:
     def proved(self, job_id: str, *, owner: str, rank: int, token: bytes | None) -> bytes:
         """The key of a job that this process may never have heard of, for a rank that comes back
         to it after a restart and shows its token.
-
-        Raises:
-            MissingTokenError: there is no token.
-            WrongTokenError: it is not the one that ``owner`` was given for ``rank`` of the job; or
-                the process before this one had another secret.
         """
         if token is None:
             raise MissingTokenError(f"rank {rank} comes back to job {job_id} without its token")

@@ -112,15 +112,6 @@ class Admission:
         Args:
             group: the ranks of its tensor-parallel group, itself among them.
             replace: it ends a job of the name in which it has no place.
-
-        Raises:
-            InvalidRequestError: the planner or the rank does not exist, the host is empty, or the
-                group cannot be.
-            QuotaError: as :meth:`Jobs.check_room`.
-            OtherOwnerError: another identity runs a job of the name.
-            SpecMismatchError, AlreadyExistsError: as :meth:`Job.has_place_for` and
-                :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
-                but none of the job's transport, or others have said otherwise of the group.
         """
         self._sweep()
         self._check_open(spec, rank, host, group)
@@ -152,7 +143,7 @@ class Admission:
 
     def _joinable(self, spec: JobSpec, rank: int, owner: str, *, replace: bool) -> Job | None:
         """The open job that ``rank`` joins; None if it creates one, for which one of the name ends
-        that is over or is to be replaced. Raises as :meth:`open`."""
+        that is over or is to be replaced."""
         job = self._jobs.named(spec.name)
         if job is None:
             return None
@@ -192,16 +183,6 @@ class Admission:
             epoch: the highest that the rank has seen.
             token: shows that it is the rank.
             group: as for :meth:`open`.
-
-        Raises:
-            InvalidRequestError: the planner or the rank does not exist, the host is empty, or the
-                group cannot be.
-            MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
-            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`. SpecMismatchError, too, if
-                others have said otherwise of the group.
-            QuotaError: as :meth:`Jobs.check_room`.
-            AlreadyExistsError: another job has the name, the rank has left, or another live
-                server has the in-place server's id.
         """
         self._sweep()
         self._check_open(spec, rank, host, group)
@@ -292,9 +273,6 @@ class Admission:
         """Closes the job that has the name of the job ``job_id``, which comes back. Of two the one
         that was opened later stays; but another identity does not get a name by asking for it
         while jobs from before may yet come back.
-
-        Raises:
-            AlreadyExistsError: the other one stays.
         """
         other = self._jobs.named(name)
         if other is None:

@@ -163,10 +163,6 @@ class Coordinator:
     def register_server(self, description: ServerDescription, *, replace: bool = False) -> str:
         """A pool server joins; returns its lease. One of its id that does not watch is gone, and is
         replaced; one that does is replaced with ``replace`` alone.
-
-        Raises:
-            InvalidRequestError: the id cannot name a server.
-            AlreadyExistsError: another server has it.
         """
         checked_id("server_id", description.server_id)
         self._hear_and_sweep()
@@ -209,12 +205,7 @@ class Coordinator:
             )
 
     def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
-        """Renews a server's lease.
-
-        Raises:
-            LeaseExpiredError: as :meth:`Membership.heartbeat`.
-            FencedError: it has had work for too long without finishing any.
-        """
+        """Renews a server's lease."""
         self._hear()
         now = self._clock()
         member = self._membership.heartbeat(lease_id, load, now=now)
@@ -226,18 +217,13 @@ class Coordinator:
         return member
 
     def drain(self, server_id: str) -> None:
-        """Stops giving new work to a server; raises as :meth:`Membership.drain`."""
+        """Stops giving new work to a server."""
         self._membership.drain(server_id)
         logger.info("server %s drains", server_id)
         self._members_changed()
 
     def check_server_lease(self, server_id: str, lease_id: str) -> None:
-        """Raises unless ``lease_id`` is the lease of server ``server_id``.
-
-        Raises:
-            LeaseExpiredError: as :meth:`Membership.of_lease`.
-            WrongTokenError: it is another server's.
-        """
+        """Raises unless ``lease_id`` is the lease of server ``server_id``."""
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.server_id != server_id:
             raise WrongTokenError(
@@ -245,8 +231,7 @@ class Coordinator:
             )
 
     def deregister(self, lease_id: str) -> None:
-        """A pool server leaves. If it has not finished its steps, others take them over. Raises as
-        :meth:`Membership.deregister`."""
+        """A pool server leaves. If it has not finished its steps, others take them over."""
         member = self._membership.deregister(lease_id, now=self._clock())
         logger.info("server %s left", member.server_id)
         self._server_gone(member, "left")
@@ -272,11 +257,6 @@ class Coordinator:
     def check_token(self, job_id: str, token: bytes | None, owner: str, lease_id: str = "") -> None:
         """Raises unless ``token`` is one that ``owner`` was given for the job, and, if
         ``lease_id`` is a rank's, for that rank.
-
-        Raises:
-            UnknownJobError: as :meth:`Jobs.get`.
-            MissingTokenError: there is no token.
-            WrongTokenError: it is another job's, another rank's or another identity's.
         """
         job = self._jobs.get(job_id)
         if token is None:
@@ -353,10 +333,6 @@ class Coordinator:
     def locate_ranks(self, job_id: str, lease_id: str, ranks: Iterable[int]) -> dict[int, Member]:
         """The in-place servers of some of a job's ranks, for another rank of it; without ranks that
         have not joined, or are away.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
-            InvalidRequestError: the job has no such rank.
         """
         job = self._jobs.get(job_id)
         job.lease(lease_id, now=self._clock())
@@ -393,11 +369,6 @@ class Coordinator:
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
         """The events for a pool server: the jobs that use the pool, with their epochs, their
         unfinished steps that name it, then what comes.
-
-        Raises:
-            LeaseExpiredError: as :meth:`Membership.of_lease`.
-            InvalidRequestError: it is an in-place server's, whose plans come with its rank's.
-            BacklogError: as :meth:`Subscriptions.open`.
         """
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.in_place is not None:
@@ -456,13 +427,7 @@ class Coordinator:
     def report_server(
         self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
     ) -> None:
-        """Takes in what a server measured.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
-                :meth:`Jobs.get`, :meth:`Membership.of_lease` and :meth:`Job.report_server`; or
-                the measurement is another server's.
-        """
+        """Takes in what a server measured."""
         job = self._jobs.get(job_id)
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.server_id != measured.server_id:
@@ -488,7 +453,7 @@ class Coordinator:
         self._recoveries.answer(job, rank, epoch, steps)
 
     def job(self, job_id: str) -> Job:
-        """The open job ``job_id``; raises as :meth:`Jobs.get`."""
+        """The open job ``job_id``."""
         return self._jobs.get(job_id)
 
     def sweep(self) -> None:

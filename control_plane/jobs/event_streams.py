@@ -31,16 +31,14 @@ class EventStreams:
     def watch_rank(
         self, job: Job, rank: int, first: Sequence[Event]
     ) -> tuple[RankKey, Subscription]:
-        """Opens the stream of a rank, which begins with ``first``; raises as
-        :meth:`Subscriptions.open`."""
+        """Opens the stream of a rank, which begins with ``first``."""
         key = (job.job_id, rank)
         subscription = self._ranks.open(key, first)
         self._count()
         return key, subscription
 
     def watch_server(self, member: Member, first: Sequence[Event]) -> tuple[str, Subscription]:
-        """Opens the stream of a pool server, which begins with ``first``; raises as
-        :meth:`Subscriptions.open`."""
+        """Opens the stream of a pool server, which begins with ``first``."""
         subscription = self._servers.open(member.lease_id, first)
         self._count()
         return member.lease_id, subscription

@@ -21,9 +21,6 @@ def first_ticks(
         manifest: of the whole step.
         complete_ticks: by rank, then nano-batch; of a rank in ``left``, all ticks of a lane.
         left: the ranks that have left the job or given the step up, and which, in words.
-
-    Raises:
-        PlanError: a rank is without the step whose rows others still need.
     """
     complete = np.array(complete_ticks, dtype=np.int64)
     held = manifest.held

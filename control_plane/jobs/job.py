@@ -154,8 +154,7 @@ class Job:
             lease.away_since = now
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()) -> None:
-        """A rank joins, as one of the tensor-parallel ``group``; raises as :meth:`RankLeases.join`
-        and :meth:`TensorParallelGroups.check`."""
+        """A rank joins, as one of the tensor-parallel ``group``."""
         self._groups.check(rank, group)
         self._leases.join(rank, host=host, lease_id=lease_id, now=now)
         self._groups.add(rank, group)
@@ -170,8 +169,7 @@ class Job:
     def come_back(
         self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()
     ) -> None:
-        """A rank that has lost its lease comes back; raises as :meth:`RankLeases.come_back` and
-        :meth:`TensorParallelGroups.check`."""
+        """A rank that has lost its lease comes back."""
         self._groups.check(rank, group)
         self._leases.come_back(rank, host=host, lease_id=lease_id, now=now)
         self._groups.add(rank, group)
@@ -230,14 +228,7 @@ class Job:
         forward_only: bool,
         now: float,
     ) -> None:
-        """Stores what a rank holds in a coming step. Repeating a submission changes nothing.
-
-        Raises:
-            LeaseExpiredError: the lease expired or is unknown.
-            InvalidRequestError: the manifest is another rank's, has another number of
-                nano-batches than the job, or differs from the rank's earlier one for the step.
-            BacklogError: too many steps wait for manifests already.
-        """
+        """Stores what a rank holds in a coming step. Repeating a submission changes nothing."""
         rank = self.lease(lease_id, now=now).rank
         self._check_manifest(rank, manifest)
         if manifest.step <= self._finished_step:
@@ -324,11 +315,7 @@ class Job:
         self._waits = Waits()
 
     def step(self, step: int) -> StepRecord:
-        """A recent step with its plan.
-
-        Raises:
-            UnknownStepError: it is not planned yet, or forgotten.
-        """
+        """A recent step with its plan."""
         if step not in self._planned:
             kept = f"{min(self._planned)} to {max(self._planned)}" if self._planned else "none"
             raise UnknownStepError(
@@ -340,10 +327,6 @@ class Job:
     def report_rank(self, lease_id: str, step: int, measured: RankMeasurement, now: float) -> bool:
         """Stores what a rank measured; returns whether that is new, and not a repetition. During a
         recovery it may be of a step whose plan is not known here: that is only finished.
-
-        Raises:
-            LeaseExpiredError, UnknownStepError: as :meth:`lease` and :meth:`step`.
-            InvalidRequestError: the measurement is another rank's.
         """
         rank = self.lease(lease_id, now=now).rank
         if measured.rank != rank:
@@ -361,12 +344,7 @@ class Job:
         return is_new
 
     def give_up(self, lease_id: str, step: int, reason: str, *, now: float) -> int:
-        """A rank leaves ``step`` before it is complete; returns the rank.
-
-        Raises:
-            LeaseExpiredError: as :meth:`lease`.
-            BacklogError: too many unfinished steps have been given up already.
-        """
+        """A rank leaves ``step`` before it is complete; returns the rank."""
         rank = self.lease(lease_id, now=now).rank
         if step > self._finished_step:
             given_up = self._given_up.setdefault(rank, {})
@@ -380,11 +358,7 @@ class Job:
         return rank
 
     def has_sent(self, lease_id: str, step: int, sent_ticks: Sequence[int]) -> None:
-        """A rank has sent so many ticks of each nano-batch of ``step``.
-
-        Raises:
-            InvalidRequestError: the job has another number of nano-batches.
-        """
+        """A rank has sent so many ticks of each nano-batch of ``step``."""
         rank = self._leases.rank_of(lease_id)
         if rank is not None:
             self._check_sent(rank, sent_ticks)
@@ -393,10 +367,6 @@ class Job:
     def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
         """A rank has waited long for a tick; the different orders of it and another rank, in words,
         or nothing.
-
-        Raises:
-            LeaseExpiredError: as :meth:`lease`.
-            InvalidRequestError: the job has no such nano-batch.
         """
         rank = self.lease(lease_id, now=now).rank
         self._check_sent(rank, wait.sent_ticks, wait.nano_batch)
@@ -424,12 +394,7 @@ class Job:
         )
 
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
-        """Stores what a server measured; returns whether that is new, and not a repetition.
-
-        Raises:
-            UnknownStepError: as :meth:`step`.
-            InvalidRequestError: it has not one number per nano-batch and phase.
-        """
+        """Stores what a server measured; returns whether that is new, and not a repetition."""
         record = self.step(step)
         n_values = {
             len(measured.forward_busy_seconds),
@@ -526,12 +491,7 @@ class Job:
             )
 
     def check_progress(self, steps: Sequence[StepProgress]) -> None:
-        """Raises unless a rank of this job can be so far.
-
-        Raises:
-            InvalidRequestError: a step has not one number per nano-batch, or a lane is said to
-                have more complete ticks than it has ticks.
-        """
+        """Raises unless a rank of this job can be so far."""
         most = 2 * self.spec.n_layers
         for progress in steps:
             ticks = progress.complete_ticks

@@ -115,11 +115,7 @@ def _difference(name: str, own: Any, theirs: Any) -> str:
 def planning_options(
     *, tolerance: float, min_forward_tokens: int, min_backward_tokens: int
 ) -> PlanningOptions:
-    """The options of a job; token numbers of 0 stand for the defaults.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
+    """The options of a job; token numbers of 0 stand for the defaults."""
     defaults = PlanningOptions()
     try:
         return PlanningOptions(

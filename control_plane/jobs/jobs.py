@@ -39,11 +39,7 @@ class Jobs:
         self._closed: OrderedDict[str, str] = OrderedDict()
 
     def check_room(self, spec: JobSpec, owner: str) -> None:
-        """Whether ``owner`` may open one more job, of ``spec``.
-
-        Raises:
-            QuotaError: it has as many open as one identity may have, or their ranks are too many.
-        """
+        """Whether ``owner`` may open one more job, of ``spec``."""
         who = owner or "without certificates all"
         jobs = self._of(owner)
         if len(jobs) >= self._max_jobs:
@@ -114,11 +110,7 @@ class Jobs:
         return job
 
     def get(self, job_id: str) -> Job:
-        """The open job ``job_id``.
-
-        Raises:
-            UnknownJobError: there is none; says why it was closed, if that is remembered.
-        """
+        """The open job ``job_id``."""
         job = self._open.get(job_id)
         if job is None:
             if job_id in self._closed:
@@ -132,12 +124,7 @@ class Jobs:
         return next((job for job in reversed(self._open.values()) if job.spec.name == name), None)
 
     def find(self, job_id: str, spec: JobSpec) -> Job | None:
-        """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known.
-
-        Raises:
-            UnknownJobError: it has been closed.
-            SpecMismatchError: it has another spec.
-        """
+        """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known."""
         if job_id in self._closed:
             self.get(job_id)
         job = self._open.get(job_id)

@@ -39,11 +39,7 @@ _MAX_VERSION_CHARACTERS = 64
 
 
 def checked_id(name: str, value: str) -> str:
-    """``value`` if it can name a server or a job.
-
-    Raises:
-        InvalidRequestError: as :func:`distca.contract.identity.check_name`.
-    """
+    """``value`` if it can name a server or a job."""
     try:
         check_name(name, value)
     except ValueError as error:
@@ -52,12 +48,7 @@ def checked_id(name: str, value: str) -> str:
 
 
 def checked_text(name: str, value: str, *, longest: int) -> str:
-    """``value`` if logs, labels and terminals can show it.
-
-    Raises:
-        InvalidRequestError: it is empty, longer than ``longest`` characters, or has characters that
-            are not printable.
-    """
+    """``value`` if logs, labels and terminals can show it."""
     if not value:
         raise InvalidRequestError(f"{name} is empty; it must be named")
     if len(value) > longest or not value.isprintable():
@@ -192,14 +183,14 @@ class Membership:
         self._taken: OrderedDict[str, str] = OrderedDict()
 
     def register(self, description: ServerDescription, *, lease_id: str, now: float) -> Member:
-        """A pool server joins; raises as :meth:`check_free`."""
+        """A pool server joins."""
         self.check_free(description.server_id)
         return self._add(Member(description=description, lease_id=lease_id, renewed_at=now))
 
     def register_in_place(
         self, description: ServerDescription, in_place: InPlace, *, lease_id: str, now: float
     ) -> Member:
-        """The server of a rank joins, under the rank's lease; raises as :meth:`check_free`."""
+        """The server of a rank joins, under the rank's lease."""
         self.check_free(description.server_id)
         member = Member(
             description=description, lease_id=lease_id, renewed_at=now, in_place=in_place
@@ -207,11 +198,7 @@ class Membership:
         return self._add(member)
 
     def check_free(self, server_id: str) -> None:
-        """Raises unless ``server_id`` is free.
-
-        Raises:
-            AlreadyExistsError: a server has it.
-        """
+        """Raises unless ``server_id`` is free."""
         holder = self._by_id.get(server_id)
         if holder is not None:
             raise AlreadyExistsError(
@@ -220,11 +207,7 @@ class Membership:
             )
 
     def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
-        """Renews a lease and stores the load.
-
-        Raises:
-            LeaseExpiredError: the lease expired or is unknown.
-        """
+        """Renews a lease and stores the load."""
         member = self.of_lease(lease_id, now=now)
         member.renewed_at = now
         member.load = load
@@ -237,7 +220,7 @@ class Membership:
             member.is_watching = False
 
     def rank_lost(self, lease_id: str, job_id: str, rank: int, *, now: float) -> None:
-        """A server's connection to a rank was reset. Raises as :meth:`of_lease`."""
+        """A server's connection to a rank was reset."""
         lost = self.of_lease(lease_id, now=now).lost_ranks
         lost.pop((job_id, rank), None)
         lost[job_id, rank] = now
@@ -259,12 +242,7 @@ class Membership:
             member.renewed_at = now
 
     def of_lease(self, lease_id: str, *, now: float) -> Member:
-        """The server that holds ``lease_id``.
-
-        Raises:
-            FencedError: the lease was taken away, or expired.
-            LeaseExpiredError: it is unknown.
-        """
+        """The server that holds ``lease_id``."""
         member = self._by_lease.get(lease_id)
         if lease_id in self._taken:
             raise FencedError(self._taken[lease_id])
@@ -277,11 +255,7 @@ class Membership:
         return member
 
     def drain(self, server_id: str) -> Member:
-        """Stops giving new work to a server.
-
-        Raises:
-            UnknownServerError: no such server.
-        """
+        """Stops giving new work to a server."""
         member = self._by_id.get(server_id)
         if member is None:
             raise UnknownServerError(f"no server has the id {server_id!r}")
@@ -289,12 +263,7 @@ class Membership:
         return member
 
     def deregister(self, lease_id: str, *, now: float) -> Member:
-        """Ends the lease of a pool server.
-
-        Raises:
-            LeaseExpiredError: the lease expired or is unknown.
-            InvalidRequestError: it is a rank's lease, which ends with CloseJob.
-        """
+        """Ends the lease of a pool server."""
         member = self.of_lease(lease_id, now=now)
         if member.in_place is not None:
             raise InvalidRequestError(

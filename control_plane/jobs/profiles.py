@@ -24,9 +24,6 @@ def profile_for(profiles: Sequence[CostProfile], shape: AttentionShape) -> CostP
 
     Nearest means: the same dtype if there is one, then the closest head dims (they decide how well
     a kernel uses the device), then the closest numbers of heads, then the first.
-
-    Raises:
-        ProfileError: there is none.
     """
     if not profiles:
         raise ProfileError(f"there is no cost profile to plan shape {shape} with")

@@ -112,23 +112,14 @@ class RankLeases:
         return None
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank joins.
-
-        Raises:
-            InvalidRequestError, AlreadyExistsError: it cannot, see :meth:`why_taken`.
-        """
+        """A rank joins."""
         why = self.why_taken(rank)
         if why is not None:
             raise AlreadyExistsError(why)
         self._give(rank, host, lease_id, now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank comes back, under a new lease.
-
-        Raises:
-            InvalidRequestError: it is none of the job's ranks.
-            AlreadyExistsError: it has left.
-        """
+        """A rank comes back, under a new lease."""
         self._check_rank(rank)
         if rank in self.left:
             raise AlreadyExistsError(
@@ -138,16 +129,12 @@ class RankLeases:
         self._give(rank, host, lease_id, now)
 
     def renew(self, lease_id: str, *, now: float) -> None:
-        """A rank has called: its lease begins anew. Raises as :meth:`get`."""
+        """A rank has called: its lease begins anew."""
         lease = self.get(lease_id, now=now)
         lease.renewed_at = lease.heard_at = now
 
     def get(self, lease_id: str, *, now: float) -> RankLease:
-        """The rank that holds ``lease_id``.
-
-        Raises:
-            LeaseExpiredError: it expired or is unknown.
-        """
+        """The rank that holds ``lease_id``."""
         lease = self._by_id.get(lease_id)
         if lease is None or self._expired(lease, now):
             raise LeaseExpiredError(
@@ -174,7 +161,7 @@ class RankLeases:
         return None if lease is None else lease.rank
 
     def leave(self, lease_id: str, *, now: float) -> int:
-        """A rank leaves; returns it. Raises as :meth:`get`."""
+        """A rank leaves; returns it."""
         rank = self.get(lease_id, now=now).rank
         del self._by_id[lease_id]
         self.left.add(rank)

@@ -121,11 +121,7 @@ class Recoveries:
             self._call_for(job, "the control plane has been away")
 
     def answer(self, job: Job, rank: int, epoch: int, steps: Sequence[StepProgress]) -> None:
-        """A rank tells how far it is.
-
-        Raises:
-            InvalidRequestError: as :meth:`Job.check_progress`.
-        """
+        """A rank tells how far it is."""
         job.check_progress(steps)
         if job.recovery.answer(rank, epoch, steps):
             self.advance(job)

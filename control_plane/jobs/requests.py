@@ -31,11 +31,7 @@ from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
 def description_from_proto(
     message: membership_pb2.ServerDescription, *, default_profile: CostProfile | None = None
 ) -> ServerDescription:
-    """The server in ``message``; ``default_profile`` is that of a server that has none.
-
-    Raises:
-        InvalidRequestError: a field is missing or wrong.
-    """
+    """The server in ``message``; ``default_profile`` is that of a server that has none."""
     try:
         profiles = tuple(
             _interned(p.SerializeToString(deterministic=True)) for p in message.profiles
@@ -58,11 +54,7 @@ def description_from_proto(
 
 
 def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
-    """The load in ``message``.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
+    """The load in ``message``."""
     return ServerLoad(
         queued_tasks=message.queued_tasks,
         open_ticks=message.open_ticks,
@@ -107,11 +99,7 @@ def status_to_proto(
 
 
 def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
-    """The job spec in ``message``.
-
-    Raises:
-        InvalidRequestError: a field is missing or wrong.
-    """
+    """The job spec in ``message``."""
     if message.placement not in {placement.value for placement in Placement}:
         valid = ", ".join(f"{p.value} ({p.name})" for p in Placement)
         raise InvalidRequestError(
@@ -171,9 +159,6 @@ def in_place_server_from_proto(
 ) -> ServerDescription | None:
     """The in-place server of a rank that opens a job. If the placement is POOL it stands by, and
     may come without a profile.
-
-    Raises:
-        InvalidRequestError: it is missing though the placement needs it, or wrong.
     """
     if not request.HasField("in_place_server"):
         if spec.placement.uses_in_place:
@@ -196,11 +181,7 @@ def in_place_server_from_proto(
 
 
 def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
-    """The manifest in ``message``.
-
-    Raises:
-        InvalidRequestError: it is malformed.
-    """
+    """The manifest in ``message``."""
     try:
         return rank_manifest_from_proto(message)
     except WireError as error:

@@ -50,8 +50,6 @@ class PlanSlicer:
         forward_only: the step has no backward pass.
         first_tick: ``[n_documents]`` where each document begins; None if all do with the step.
 
-    Raises:
-        WireError: a value of the plan does not fit into its column.
 
     Methods that make events raise PlanError where slices come to more than :data:`MAX_ROWS`.
     """
@@ -117,11 +115,7 @@ class PlanSlicer:
         }
 
     def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
-        """What one pool server is told.
-
-        Raises:
-            PlanError: the plan does not name it.
-        """
+        """What one pool server is told."""
         index = self._plan.server_index(server_id)
         if index is None:
             raise PlanError(f"server {server_id!r} is not in the plan of step {self._plan.step}")

@@ -85,11 +85,7 @@ class ReadyStep:
     begun: bool = False
 
     def whole_manifest(self, n_ranks: int) -> Manifest:
-        """The manifest of all ranks.
-
-        Raises:
-            ManifestError: those of the ranks do not fit together.
-        """
+        """The manifest of all ranks."""
         return self.manifest or Manifest.merge(self.manifests, n_ranks)
 
 

@@ -72,11 +72,7 @@ class StepPlanner:
         self._threads = FairThreads(threads, "planning")
 
     def planner_of(self, name: str) -> Planner:
-        """The planner called ``name``, the default one if it is empty.
-
-        Raises:
-            InvalidRequestError: there is none.
-        """
+        """The planner called ``name``, the default one if it is empty."""
         chosen = name or self._default_planner
         if chosen not in self._planners:
             raise InvalidRequestError(f"planner is {chosen!r}; valid are {sorted(self._planners)}")

@@ -67,11 +67,7 @@ class Subscription:
             self._wake.set()
 
     async def events(self) -> AsyncIterator[Event]:
-        """The events, as they come.
-
-        Raises:
-            RefusedError: why the stream was ended.
-        """
+        """The events, as they come."""
         while True:
             while self._queue:
                 yield self._queue.popleft()
@@ -96,11 +92,7 @@ class Subscriptions(Generic[Key]):
         return len(self._by_key)
 
     def open(self, key: Key, first: Sequence[Event]) -> Subscription:
-        """A subscription of ``key`` that begins with the events ``first``.
-
-        Raises:
-            BacklogError: too many streams of ``key`` have not ended, since nobody reads them.
-        """
+        """A subscription of ``key`` that begins with the events ``first``."""
         if self._n_streams[key] >= MAX_STREAMS_OF_MEMBER:
             raise BacklogError(
                 f"{MAX_STREAMS_OF_MEMBER} streams of the same lease are open, as many as one may "

@@ -19,12 +19,7 @@ Group = tuple[int, ...]
 
 
 def check_group(rank: int, group: Group, n_ranks: int) -> None:
-    """Checks what a rank says of its group.
-
-    Raises:
-        InvalidRequestError: ``rank`` is not in it, it is in twice, or one of it is none of the
-            job's ranks.
-    """
+    """Checks what a rank says of its group."""
     if fault := group_fault(rank, group, n_ranks):
         raise InvalidRequestError(
             f"tensor_parallel_ranks of rank {rank} is {list(group)}; {fault}: each process is a "
@@ -39,11 +34,7 @@ class TensorParallelGroups:
         self._of_rank: dict[int, Group] = {}
 
     def check(self, rank: int, group: Group) -> None:
-        """Raises unless ``group`` fits what others have said.
-
-        Raises:
-            SpecMismatchError: a rank is in two groups.
-        """
+        """Raises unless ``group`` fits what others have said."""
         for member in group or (rank,):
             known = self._of_rank.get(member, group)
             if known != group:

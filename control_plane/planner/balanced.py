@@ -53,10 +53,6 @@ def plan(
 ) -> Plan:
     """Plans one step, of pipelines slot after slot; see
     :class:`~control_plane.planner.planning.Planner`.
-
-    Raises:
-        PlanError: no server can take some of the work, or memory or bytes are short; the message
-            says which, and by how much.
     """
     if shape.mask is MaskKind.FULL:
         return full.plan(manifest, servers, shape, options, epoch=epoch)

@@ -265,11 +265,7 @@ def check_capacity(
     shape: AttentionShape,
     phase: Phase,
 ) -> None:
-    """Checks the finished plan against the servers' memory and the byte limit.
-
-    Raises:
-        PlanError: one is exceeded; the message says which and by how much.
-    """
+    """Checks the finished plan against the servers' memory and the byte limit."""
     if fleet.is_limited:
         rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
         for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():

@@ -51,11 +51,7 @@ class Fleet(NamedTuple):
 
 
 def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
-    """The columns of ``servers``.
-
-    Raises:
-        PlanError: there are none, or in-place servers name a rank that does not exist or the same.
-    """
+    """The columns of ``servers``."""
     if not servers:
         raise PlanError("no servers: a plan needs at least one")
     places = _places(tuple([server.server.in_place_rank for server in servers]), n_ranks)

@@ -76,10 +76,6 @@ def forecast(
         servers: what the tasks' server indices mean.
         shape: for the bytes.
         phase: for seconds and bytes.
-
-    Raises:
-        PlanError: as :func:`~control_plane.planner.fleet.build_fleet`, and where the tasks break an
-            invariant of ``TaskTable.check``.
     """
     fleet = build_fleet(servers, manifest.n_ranks)
     return forecast_fleet(manifest, tasks, fleet, survey(manifest, fleet), shape, phase)
@@ -95,9 +91,6 @@ def forecast_fleet(
 ) -> PhaseForecast:
     """The same for servers that are columns already, and segments that were looked at: ``found``
     says what they take at home.
-
-    Raises:
-        PlanError: the tasks break an invariant of ``TaskTable.check``.
     """
     phase_index = PHASE_INDEX[phase]
     segments = Places(

@@ -50,12 +50,7 @@ def plan(
     *,
     epoch: int = 0,
 ) -> Plan:
-    """Plans one step; see :class:`~control_plane.planner.planning.Planner`.
-
-    Raises:
-        PlanError: no server can take some of the work, the ranks form pipelines, a document is cut
-            between nano-batches, or a process would move more bytes than it may.
-    """
+    """Plans one step; see :class:`~control_plane.planner.planning.Planner`."""
     if options.pipelining is not None:
         raise PlanError("pipelines of ranks are planned under the causal mask only")
     refuse_cut_documents(manifest, "under the full mask its queries would need keys of both")

@@ -136,11 +136,7 @@ def _is_number(value: object) -> bool:
 
 
 def refuse_cut_documents(manifest: Manifest, why: str) -> None:
-    """For plans that know no documents that are cut between nano-batches.
-
-    Raises:
-        PlanError: ``manifest`` has one; ``why`` says what does not go together.
-    """
+    """For plans that know no documents that are cut between nano-batches."""
     if manifest.n_carried:
         document = int(manifest.carried_document[0])
         nano_batch = int(manifest.document_nano_batch[document])

@@ -58,11 +58,7 @@ def plan_slots(
     *,
     epoch: int = 0,
 ) -> Plan:
-    """Plans one step of pipelines; see :class:`~control_plane.planner.planning.Planner`.
-
-    Raises:
-        PlanError: as ``balanced.plan``; or the manifest does not fit ``options.pipelining``.
-    """
+    """Plans one step of pipelines; see :class:`~control_plane.planner.planning.Planner`."""
     pipelining = options.pipelining
     assert pipelining is not None
     n_halves = _check_options(manifest, servers, options, pipelining)
@@ -133,11 +129,7 @@ def _check_options(
     options: PlanningOptions,
     pipelining: Pipelining,
 ) -> int:
-    """Returns the nano-batches of each microbatch.
-
-    Raises:
-        PlanError: something does not fit the pipelines.
-    """
+    """Returns the nano-batches of each microbatch."""
     if len(pipelining.pipeline_ranks) != manifest.n_ranks:
         raise PlanError(
             f"pipeline_ranks names {len(pipelining.pipeline_ranks)} ranks; the step has "
@@ -165,11 +157,6 @@ def _check_options(
 
 
 def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> None:
-    """
-    Raises:
-        PlanError: a document is cut where microbatches have no pairs of nano-batches, or lies on
-            ranks that do not run it in the same slots.
-    """
     if n_halves % 2:
         why = f"microbatches of {n_halves} nano-batches have no pairs of them to be cut between"
         refuse_cut_documents(manifest, why)
@@ -225,11 +212,7 @@ def _check_halves(
     table: Timetable,
     bounds: Bounds,
 ) -> None:
-    """Checks that all has a place, and that each server can hold what it serves in each slot.
-
-    Raises:
-        PlanError: one does not, or cannot.
-    """
+    """Checks that all has a place, and that each server can hold what it serves in each slot."""
     stuck = [half for half in halves if half.stuck_unit >= 0]
     if stuck:
         first = min(stuck, key=lambda half: half.stuck_unit)

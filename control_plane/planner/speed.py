@@ -47,9 +47,6 @@ def correct_speeds(
 
     Returns:
         ``[n_servers]``; unchanged where nothing was predicted or measured, and at speed 0.
-
-    Raises:
-        ValueError: the lengths differ, ``damping`` is out of range, or a number is negative.
     """
     speed = np.asarray(speeds, dtype=np.float64)
     predicted = np.asarray(predicted_seconds, dtype=np.float64)

@@ -33,7 +33,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(balanced.plan)
     folder = tmp_path_factory.mktemp("numba")
     source = balanced.__file__
-    subfolder = UserProvidedCacheLocator.get_suitable_cache_subpath(source)
+    subfolder = UserProvidedCacheLocator.get_suitable_cache_subpath(source)  # type: ignore[no-untyped-call]
     shutil.copytree(Path(source).parent / "__pycache__", folder / subfolder)
     return folder
 
