@@ -181,6 +181,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             run_dir=Path("/tmp/runs/x"),
             transport=TransportName.NIXL,
             one_host=True,
+            replace=True,
             start_timeout_seconds=0.5,
             connect_timeout_seconds=1.5,
             plan_timeout_seconds=2.5,
