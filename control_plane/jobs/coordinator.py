@@ -112,10 +112,10 @@ class Coordinator:
             self._membership, metrics, max_queued_events=settings.max_queued_events
         )
         self._planner = StepPlanner(
-            self,
             planners,
             default_planner=settings.default_planner,
             threads=settings.planning_threads,
+            on_planned=self._planned,
         )
         self._isolation = IsolationDetector(lease_seconds=settings.lease_seconds, now=clock())
         self._recoveries = Recoveries(
@@ -123,9 +123,9 @@ class Coordinator:
             self._jobs,
             self._membership,
             self._streams,
-            self._planner,
             metrics,
             clock=clock,
+            plan=self._plan,
             close=self._close,
         )
         self.admission = Admission(
@@ -528,18 +528,36 @@ class Coordinator:
         self._streams.end_all(ShuttingDownError("the control plane is shutting down"))
         await self._planner.shut_down()
 
-    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
+    def _plan(self, job: Job, ready: ReadyStep) -> None:
+        """Has a step planned with the servers that are there now."""
+        self._planner.add(job, ready, self._choices_of(job, begun=ready.begun))
+
+    def _planned(
+        self,
+        job: Job,
+        ready: ReadyStep,
+        members: Sequence[Member],
+        outcome: Publication | str,
+    ) -> None:
+        """Publishes the plan of a step, or has it made again if one of its servers has gone. A step
+        that cannot be planned may be submitted again; ranks may wait in the middle of it."""
+        if not isinstance(outcome, Publication):
+            begun = "the step has begun and cannot be planned again: " if ready.begun else ""
+            self._fail(job, ready.step, begun + outcome)
+        elif self._still_serve(members, outcome.record.serving):
+            self._publish(job, outcome)
+        else:
+            logger.info("job %s: a server of step %d left; planning again", job.job_id, ready.step)
+            self._plan(job, ready)
+
+    def _choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
         """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
         those to take instead if these cannot do it.
 
         Pool servers whose heartbeat is late are left out if others can do it: they may be stopped,
         and ranks that connect to them find that out by waiting. A job on the pool falls back on its
         ranks' own servers, if all have one, and then on pool servers that its ranks could not reach
-        of late.
-
-        Args:
-            job: to plan for.
-            begun: the step has begun, and ranks stand still in it.
+        of late. ``begun``: ranks stand still in the step.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
         pool = [member for member in pool if member.reaches(job.spec.transport)]
@@ -558,7 +576,7 @@ class Coordinator:
             choices = [prompt, home, near, pool] if begun else [prompt, near, home, pool]
         return [members for members in choices if members]
 
-    def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
+    def _still_serve(self, members: Sequence[Member], serving: frozenset[str]) -> bool:
         """Whether those of ``members`` that are in ``serving`` may still be given work. A draining
         in-place server may: its own rank's."""
         return all(
@@ -568,7 +586,7 @@ class Coordinator:
             if member.server_id in serving
         )
 
-    def publish(self, job: Job, publication: Publication) -> None:
+    def _publish(self, job: Job, publication: Publication) -> None:
         """A step has been planned: stores it and tells the job's ranks and the step's servers."""
         record, planned_at = publication.record, time.monotonic()
         try:
@@ -592,13 +610,6 @@ class Coordinator:
         _trace(job, record, planned_at, replanned=replanned)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
-    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
-        """A step cannot be planned: tells the ranks, also those that wait in the middle of it. It
-        may be submitted again."""
-        if ready.begun:
-            error = f"the step has begun and cannot be planned again: {error}"
-        self._fail(job, ready.step, error)
-
     def _fail(self, job: Job, step: int, error: str) -> None:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
         job.failed(step)
@@ -615,7 +626,7 @@ class Coordinator:
                 self._fail(job, outcome.step, outcome.error)
             else:
                 self._metrics.step_ready(job, outcome.step)
-                self._planner.add(job, outcome)
+                self._plan(job, outcome)
         self._recoveries.advance(job)
 
     def _fence(self, member: Member) -> FencedError:

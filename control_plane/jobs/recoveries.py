@@ -15,7 +15,7 @@ from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import Member, Membership
 from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.requests import finished_event, recover_event
-from control_plane.jobs.step_planner import StepPlanner
+from control_plane.jobs.step import ReadyStep
 from control_plane.metrics.metrics import Metrics
 from control_plane.settings import CoordinatorSettings
 from distca.contract.server_loss import ServerLoss
@@ -28,8 +28,9 @@ class Recoveries:
 
     Args:
         settings: times and limits.
-        jobs, membership, streams, planner, metrics: the coordinator's.
+        jobs, membership, streams, metrics: the coordinator's.
         clock: seconds that never go back.
+        plan: has a step planned.
         close: closes a job, with an error.
     """
 
@@ -39,17 +40,17 @@ class Recoveries:
         jobs: Jobs,
         membership: Membership,
         streams: EventStreams,
-        planner: StepPlanner,
         metrics: Metrics,
         *,
         clock: Callable[[], float],
+        plan: Callable[[Job, ReadyStep], None],
         close: Callable[[Job, str], None],
     ) -> None:
         self._settings = settings
         self._jobs = jobs
         self._membership = membership
         self._streams = streams
-        self._planner = planner
+        self._plan = plan
         self._metrics = metrics
         self._clock = clock
         self._close = close
@@ -200,4 +201,4 @@ class Recoveries:
         )
         for step in ready:
             self._metrics.step_ready(job, step.step)
-            self._planner.add(job, step)
+            self._plan(job, step)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from control_plane.access.fair_threads import FairThreads
 from control_plane.errors import InvalidRequestError
@@ -21,28 +20,19 @@ from core_attention.errors import ManifestError, PlanError
 logger = logging.getLogger(__name__)
 
 
-class StepOwner(Protocol):
-    """What the planning of steps needs to know and whom it tells; called on the event loop."""
+Choices = Sequence[Sequence[Member]]
+"""The servers of a step's plan, in their order; and those to take instead if these cannot do it."""
 
-    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
-        """The servers of the job's next plan, in their order; and those to take instead if these
-        cannot do it."""
-
-    def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
-        """Whether those of ``members`` that are in ``serving`` may still be given work."""
-
-    def publish(self, job: Job, publication: Publication) -> None:
-        """A step of an open job has been planned."""
-
-    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
-        """A step of an open job cannot be planned."""
+Planned = Callable[[Job, ReadyStep, Sequence[Member], Publication | str], None]
+"""Takes the plan of a step and the servers that it was made with, or why there is none. The job is
+open, and the step's epoch has not ended."""
 
 
 @dataclass
 class _Queue:
     """The ready steps of a job, a heap by epoch and step, and the task that plans them."""
 
-    ready: list[tuple[int, int, ReadyStep]] = field(default_factory=list)
+    ready: list[tuple[int, int, ReadyStep, Choices]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
 
@@ -50,21 +40,21 @@ class StepPlanner:
     """Plans the steps handed to it.
 
     Args:
-        owner: of the steps.
         planners: by the names that jobs may give.
         default_planner: of jobs that give none.
         threads: jobs of one identity that are planned at the same time.
+        on_planned: called on the event loop.
     """
 
     def __init__(
         self,
-        owner: StepOwner,
         planners: Mapping[str, Planner],
         *,
         default_planner: str,
         threads: int,
+        on_planned: Planned,
     ) -> None:
-        self._owner = owner
+        self._on_planned = on_planned
         self._planners = planners
         self._default_planner = default_planner
         self.planner_of(default_planner)
@@ -78,10 +68,10 @@ class StepPlanner:
             raise InvalidRequestError(f"planner is {chosen!r}; valid are {sorted(self._planners)}")
         return self._planners[chosen]
 
-    def add(self, job: Job, ready: ReadyStep) -> None:
+    def add(self, job: Job, ready: ReadyStep, choices: Choices) -> None:
         """Has a step planned, after the job's earlier steps that wait."""
         queue = self._queues.setdefault(job.job_id, _Queue())
-        heapq.heappush(queue.ready, (ready.epoch, ready.step, ready))
+        heapq.heappush(queue.ready, (ready.epoch, ready.step, ready, choices))
         if queue.task is None:
             queue.task = asyncio.create_task(self._run(job, queue))
 
@@ -96,37 +86,30 @@ class StepPlanner:
     async def _run(self, job: Job, queue: _Queue) -> None:
         try:
             while queue.ready and job.closed is None:
-                _, _, ready = heapq.heappop(queue.ready)
-                await self._plan(job, ready)
+                _, _, ready, choices = heapq.heappop(queue.ready)
+                await self._plan(job, ready, choices)
         finally:
             del self._queues[job.job_id]
 
-    async def _plan(self, job: Job, ready: ReadyStep) -> None:
-        """Plans one step; once more whenever one of its servers has gone meanwhile. A plan for an
-        epoch that is over is dropped."""
-        while _is_wanted(job, ready):
-            outcome: Publication | str | None = None
-            why_not: list[str] = []
-            for members in self._owner.choices_of(job, begun=ready.begun):
-                try:
-                    outcome = await self._attempt(job, ready, members)
-                    break
-                except PlanError as error:
-                    why_not.append(str(error))
+    async def _plan(self, job: Job, ready: ReadyStep, choices: Choices) -> None:
+        """Plans one step. A plan for an epoch that is over is dropped."""
+        outcome: Publication | str = ""
+        members: Sequence[Member] = ()
+        why_not: list[str] = []
+        for members in choices:
             if not _is_wanted(job, ready):
                 return
-            if not isinstance(outcome, Publication):
-                self._owner.fail(
-                    job, ready, outcome or "; ".join(dict.fromkeys(why_not)) or _no_server(job)
-                )
-                return
-            if self._owner.still_serve(members, outcome.record.serving):
-                self._owner.publish(job, outcome)
-                return
-            logger.info("job %s: a server of step %d left; planning again", job.job_id, ready.step)
+            try:
+                outcome = await self._attempt(job, ready, members)
+                break
+            except PlanError as error:
+                why_not.append(str(error))
+        if _is_wanted(job, ready):
+            why = "; ".join(dict.fromkeys(why_not)) or _no_server(job)
+            self._on_planned(job, ready, members, outcome or why)
 
     async def _attempt(
-        self, job: Job, ready: ReadyStep, members: list[Member]
+        self, job: Job, ready: ReadyStep, members: Sequence[Member]
     ) -> Publication | str:
         """The plan, or why no servers could do it.
 
@@ -149,7 +132,7 @@ class StepPlanner:
 
 
 def _maker(
-    job: Job, ready: ReadyStep, members: list[Member], planner: Planner
+    job: Job, ready: ReadyStep, members: Sequence[Member], planner: Planner
 ) -> Callable[[], Publication]:
     """What the worker thread runs; it holds values only, nothing that the event loop changes."""
     job_id = job.job_id

@@ -35,16 +35,16 @@ class Case:
     def __init__(self, placement: Placement = Placement.POOL) -> None:
         self.now = Now()
         self.closed: list[str] = []
-        self.jobs, self.membership, self.metrics, self.planner = Mock(), Mock(), Mock(), Mock()
+        self.jobs, self.membership, self.metrics, self.plan = Mock(), Mock(), Mock(), Mock()
         self.streams = Mock()
         self.recoveries = Recoveries(
             SETTINGS,
             self.jobs,
             self.membership,
             self.streams,
-            self.planner,
             self.metrics,
             clock=self.now,
+            plan=self.plan,
             close=lambda _job, why: self.closed.append(why),
         )
         self.job: Any = Mock(
@@ -224,9 +224,9 @@ def test_a_recovery_ends_with_the_last_answer() -> None:
     epoch = case.job.recovery.epoch
     case.job.end_recovery.return_value = [Mock(step=7)]
     case.run(lambda recoveries: recoveries.answer(case.job, 0, epoch, []))
-    case.planner.add.assert_not_called()
+    case.plan.assert_not_called()
     case.run(lambda recoveries: recoveries.answer(case.job, 1, epoch, []))
-    assert case.planner.add.call_count == 1
+    assert case.plan.call_count == 1
 
 
 def test_a_rank_that_does_not_answer_or_come_back_closes_the_job() -> None:

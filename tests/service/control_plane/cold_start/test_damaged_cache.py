@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,9 +33,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the planner's machine code: a copy of that beside its source."""
     prepare(balanced.plan)
     folder = tmp_path_factory.mktemp("numba")
-    source = balanced.__file__
-    subfolder = UserProvidedCacheLocator.get_suitable_cache_subpath(source)  # type: ignore[no-untyped-call]
-    shutil.copytree(Path(source).parent / "__pycache__", folder / subfolder)
+    locator: Any = UserProvidedCacheLocator
+    subfolder = locator.get_suitable_cache_subpath(balanced.__file__)
+    shutil.copytree(Path(balanced.__file__).parent / "__pycache__", folder / subfolder)
     return folder
 
 
