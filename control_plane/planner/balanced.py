@@ -1,7 +1,7 @@
 """The default planner: works from capacity, counts true bytes, cuts where it is cheapest.
 
-Every server gets a cap, (1 + tolerance) x the level at which all would finish together. What is
-above it is exported down to it, into room below it (see ``control_plane/planner``: ``placement``
+Every server gets a cap, (1 + tolerance) x the target load at which all would finish together. What
+is above it is exported down to it, into room below it (see ``control_plane/planner``: ``placement``
 for work without a server at home, ``exports`` for the rest, ``chunk`` for where to cut, ``phase``
 for the order of the steps). Forward and backward are planned apart, on each server's own cost
 profile and speed, side by side where a step is large; and so is every nano-batch.

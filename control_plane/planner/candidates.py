@@ -21,10 +21,10 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.chunk import CutRules, begin_for_pairs, best_end, cheapest_end
 from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
-from control_plane.planner.donors import N_DONORS, N_VISITS, Donors, no_donors
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.level import Work
 from control_plane.planner.links import Links
+from control_plane.planner.senders import N_SENDERS, N_VISITS, Senders, no_senders
+from control_plane.planner.target_load import Work
 from core_attention.arrays import Float64Array, Int64Array
 
 AS_GOOD = 1.0 - 1e-9
@@ -39,8 +39,8 @@ class Variant(NamedTuple):
         spread: the factors lie within ``1 - spread`` to ``1 + spread``; 0 for the plain plan.
         n_shifts: cuts to try on either side of each that the geometry proposes; they matter where
             documents are few steps of the grid of cuts long.
-        urgency: how much more a chunk of the donor with the most to give counts than one of a donor
-            with next to nothing, if it needs many receivers.
+        urgency: how much more a chunk of the sender with the most to give counts than one of a
+            sender with next to nothing, if it needs many receivers.
     """
 
     seed: int
@@ -62,10 +62,10 @@ def factor(variant: Variant, i: int, j: int) -> float:
 
 
 class Candidate(NamedTuple):
-    """A chunk to be cut: its donor, the free part it lies in (-1: none), about where it ends, and
+    """A chunk to be cut: its sender, the free part it lies in (-1: none), about where it ends, and
     its useful query-key pairs per byte, weighted by link."""
 
-    donor: int
+    sender: int
     part: int
     at_end: float
     value: float
@@ -76,15 +76,15 @@ ATTEMPTS = 6
 
 
 class Ideal(NamedTuple):
-    """The chunk that a donor with long documents can give to one receiver, and what it bounds.
+    """The chunk that a sender with long documents can give to one receiver, and what it bounds.
 
     Attributes:
-        pairs: query-key pairs that the receiver has room for and the donor wants to be rid of.
+        pairs: query-key pairs that the receiver has room for and the sender wants to be rid of.
         bound: most pairs per byte of any chunk with at most as many.
         end: where the cheapest chunk of ``pairs`` ends.
         fits_from: parts that begin their document and are this long have that chunk; infinite
             where it has too few queries.
-        useful: query-key pairs of it that the donor wants to be rid of.
+        useful: query-key pairs of it that the sender wants to be rid of.
         value: the same per byte, for a receiver that has none of the keys.
     """
 
@@ -115,10 +115,10 @@ class Market(NamedTuple):
 
     Attributes:
         board, segments, fleet, limits, links: what there is, and where.
-        donors: who gives.
+        senders: who gives.
         cap: ``[n_servers]`` seconds of attention that each server may reach: what its base load
             leaves.
-        receives, pair_rate: ``[n_servers]`` of ``level.Work``.
+        receives, pair_rate: ``[n_servers]`` of ``target_load.Work``.
         variant: how near-ties are broken.
         failed: ``[ATTEMPTS]`` free parts that one receiver tried in vain.
         held: ``[room, 2]`` of one receiver: the documents whose keys it has beyond those whole on
@@ -130,7 +130,7 @@ class Market(NamedTuple):
     fleet: Fleet
     limits: Limits
     links: Links
-    donors: Donors
+    senders: Senders
     cap: Float64Array
     receives: BoolArray
     pair_rate: Float64Array
@@ -150,14 +150,14 @@ def open_market(
     work: Work,
     variant: Variant,
 ) -> Market:
-    """A market without donors."""
+    """A market without senders."""
     return Market(
         board,
         segments,
         fleet,
         limits,
         links,
-        no_donors(links),
+        no_senders(links),
         cap,
         work.receives,
         work.pair_rate,
@@ -174,55 +174,55 @@ def find_best(
     """The best chunk that fits into ``room_pairs``; the first ``n_failed`` of ``market.failed`` do
     not count.
 
-    Donors near the receiver, or whose keys it has, come first; then the others, the most urgent
+    Senders near the receiver, or whose keys it has, come first; then the others, the most urgent
     first, until a chunk is found as good as any of them could offer.
     """
-    donors, links, variant = market.donors, market.links, market.variant
+    senders, links, variant = market.senders, market.links, market.variant
     best = Candidate(-1, -1, 0.0, 0.0)
     full = _ideal(rules, room_pairs, math.inf)
     n_held = _list_held(market, receiver)
-    donors.counts[N_VISITS] += 1
-    visit = donors.counts[N_VISITS]
+    senders.counts[N_VISITS] += 1
+    visit = senders.counts[N_VISITS]
     host = links.server_host[receiver]
-    first, last = donors.host_first[host], donors.host_first[host + 1]
+    first, last = senders.host_first[host], senders.host_first[host + 1]
     if last - first > 1:
         for k in range(first, last):
-            donor = donors.of_host[k]
-            if donors.need[donor] > 0.0:
-                weight = links.near / (donors.urgency[donor] * factor(variant, donor, receiver))
+            sender = senders.of_host[k]
+            if senders.need[sender] > 0.0:
+                weight = links.near / (senders.urgency[sender] * factor(variant, sender, receiver))
                 best, _ = _best_of(
-                    market, rules, donor, room_pairs, full, weight, best, n_failed, n_held
+                    market, rules, sender, room_pairs, full, weight, best, n_failed, n_held
                 )
     segments = market.segments
     for h in range(n_held):
         document = market.held[h, DOCUMENT]
         first, last = segments.first_of_document[document], segments.first_of_document[document + 1]
         for i in range(first, last):
-            donor = market.fleet.server_of_rank[segments.rank[i]]
-            if donor >= 0 and donors.need[donor] > 0.0 and donors.visited[donor] != visit:
-                near = links.server_host[donor] == host
+            sender = market.fleet.server_of_rank[segments.rank[i]]
+            if sender >= 0 and senders.need[sender] > 0.0 and senders.visited[sender] != visit:
+                near = links.server_host[sender] == host
                 weight = links.near if near else links.far
-                weight /= donors.urgency[donor] * factor(variant, donor, receiver)
+                weight /= senders.urgency[sender] * factor(variant, sender, receiver)
                 best, _ = _best_of(
-                    market, rules, donor, room_pairs, full, weight, best, n_failed, n_held
+                    market, rules, sender, room_pairs, full, weight, best, n_failed, n_held
                 )
     enough = math.sqrt(room_pairs) * rules.ideal / links.far
     enough *= (1.0 + variant.spread) * AS_GOOD
-    for k in range(donors.counts[N_DONORS]):
-        weight = donors.far[k]
-        if variant.spread == 0.0 and donors.bound[k] <= best.value * weight:
+    for k in range(senders.counts[N_SENDERS]):
+        weight = senders.far[k]
+        if variant.spread == 0.0 and senders.bound[k] <= best.value * weight:
             continue
-        donor = donors.server[k]
-        if best.value >= enough * donors.urgency[donor]:
+        sender = senders.server[k]
+        if best.value >= enough * senders.urgency[sender]:
             # The others are no more urgent.
             break
         if variant.spread > 0.0:
-            weight = links.far / (donors.urgency[donor] * factor(variant, donor, receiver))
-        if donors.bound[k] <= best.value * weight or donors.visited[donor] == visit:
+            weight = links.far / (senders.urgency[sender] * factor(variant, sender, receiver))
+        if senders.bound[k] <= best.value * weight or senders.visited[sender] == visit:
             continue
-        best, most = _best_of(market, rules, donor, room_pairs, full, weight, best, n_failed, 0)
+        best, most = _best_of(market, rules, sender, room_pairs, full, weight, best, n_failed, 0)
         if n_failed == 0:
-            donors.bound[k] = most
+            senders.bound[k] = most
     return best
 
 
@@ -230,7 +230,7 @@ def find_best(
 def _best_of(
     market: Market,
     rules: CutRules,
-    donor: int,
+    sender: int,
     room_pairs: float,
     full: Ideal,
     weight: float,
@@ -238,22 +238,22 @@ def _best_of(
     n_failed: int,
     n_held: int,
 ) -> tuple[Candidate, float]:
-    """The better of ``best`` and the donor's best chunk; and a bound on the pairs per byte of all
+    """The better of ``best`` and the sender's best chunk; and a bound on the pairs per byte of all
     its chunks, for a receiver that has none of its keys.
 
     Args:
-        full: for a donor that wants to be rid of more than the receiver has room for.
+        full: for a sender that wants to be rid of more than the receiver has room for.
         weight: cost of a byte.
         n_failed, n_held: how many of ``market.failed`` and ``market.held`` count.
     """
-    donors, segments, free = market.donors, market.segments, market.board.free
-    donors.visited[donor] = donors.counts[N_VISITS]
-    need = donors.need[donor]
+    senders, segments, free = market.senders, market.segments, market.board.free
+    senders.visited[sender] = senders.counts[N_VISITS]
+    need = senders.need[sender]
     most = 0.0
     ideal = full
     if need < max(room_pairs, full.useful):
         ideal = _ideal(rules, room_pairs, need)
-    part = market.board.first_free[market.fleet.rank[donor]]
+    part = market.board.first_free[market.fleet.rank[sender]]
     while part >= 0:
         # No chunk that ends at `high` carries more pairs per byte than `bound`; parts further
         # down the list end earlier.
@@ -280,7 +280,7 @@ def _best_of(
                 value, end = _value(rules, ideal, low, high, whole, resident, room_pairs, need)
             most = max(most, value)
             if value > best.value * weight:
-                best = Candidate(donor, part, end, value / weight)
+                best = Candidate(sender, part, end, value / weight)
         part = free[part, NEXT]
     return best, most
 

@@ -21,11 +21,12 @@ from control_plane.planner.costs import Pace, pace_seconds, pair_seconds_at, pla
 ALIGNMENT_TOKENS = 128
 """Cuts lie at multiples of it in the document: the q tile of the kernels."""
 ALIGNMENT_SHARE = 0.005
-"""Share of the level that the queries between two cuts may take, before alignment gets finer: of
-very long documents on many servers, 128 queries are too much work to balance with."""
+"""Share of the target load that the queries between two cuts may take, before alignment gets finer:
+of very long documents on many servers, 128 queries are too much work to balance with."""
 
 SHORTEST_TOKENS = 64
-"""Chunks are shorter only where carving finds no other way: their seconds hardly fall any more."""
+"""Chunks are shorter only where splitting finds no other way: their seconds hardly fall any
+more."""
 MOST_ESTIMATES = 4
 """How often a cut is estimated from the rate of the piece that the last estimate gave."""
 NEAR_ENOUGH = 0.25
@@ -87,12 +88,12 @@ def cut_rules(
 
 
 @compiled_inner
-def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRules:
-    """The rules with cuts as fine as a level of ``level_pairs`` query-key pairs needs, where the
-    last queries see ``longest`` keys."""
+def with_alignment(rules: CutRules, target_load_pairs: float, longest: int) -> CutRules:
+    """The rules with cuts as fine as a target load of ``target_load_pairs`` query-key pairs needs,
+    where the last queries see ``longest`` keys."""
     alignment = ALIGNMENT_TOKENS
     while alignment > rules.finest_alignment and (
-        alignment * longest > ALIGNMENT_SHARE * level_pairs
+        alignment * longest > ALIGNMENT_SHARE * target_load_pairs
     ):
         alignment //= 2
     return CutRules(

@@ -21,10 +21,11 @@ from core_attention.plan import PROMISE, PhaseForecast, PlanVerdict, SlotForecas
 from core_attention.shape import AttentionShape
 
 
-def over_level(outcome: Outcome, tolerance: float) -> float:
-    """By which share of the level of the tasks as they were cut the busiest server is above it."""
-    level = (outcome.busiest - outcome.excess) / (1.0 + tolerance)
-    return outcome.busiest / level - 1.0 if level > 0 else 0.0
+def over_target_load(outcome: Outcome, tolerance: float) -> float:
+    """By which share of the target load of the tasks as they were cut the busiest server is above
+    it."""
+    target_load = (outcome.busiest - outcome.excess) / (1.0 + tolerance)
+    return outcome.busiest / target_load - 1.0 if target_load > 0 else 0.0
 
 
 def verdict(
@@ -43,11 +44,11 @@ def verdict(
     """
     worst = PlanVerdict.KEPT
     for outcome, end in zip(outcomes, longest, strict=True):
-        over = over_level(outcome, options.tolerance)
+        over = over_target_load(outcome, options.tolerance)
         if over <= options.tolerance + PROMISE:
             continue
-        level = outcome.busiest / (1.0 + over)
-        if _shortest_seconds(servers, rules, end, phase) > level * (
+        target_load = outcome.busiest / (1.0 + over)
+        if _shortest_seconds(servers, rules, end, phase) > target_load * (
             1.0 + options.tolerance + PROMISE
         ):
             worst = max(worst, PlanVerdict.INDIVISIBLE, key=_BY_WEIGHT.index)
@@ -115,10 +116,10 @@ def reason(
 
 
 def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, judged: PlanVerdict) -> str:
-    over = max(over_level(outcome, options.tolerance) for outcome in outcomes)
+    over = max(over_target_load(outcome, options.tolerance) for outcome in outcomes)
     if over <= options.tolerance + AS_GOOD_AS_KEPT:
-        return f"no server is more than {options.tolerance:g} above the level"
-    above = f"the busiest server is {over:.3f} above the level, the tolerance is"
+        return f"no server is more than {options.tolerance:g} above the target load"
+    above = f"the busiest server is {over:.3f} above the target load, the tolerance is"
     if judged is PlanVerdict.KEPT:
         return f"{above} {options.tolerance:g}; plans may be {PROMISE:g} off"
     words = {
@@ -136,7 +137,7 @@ def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, judged: 
 
 
 AS_GOOD_AS_KEPT = 5e-3
-"""Share of the level that servers may exceed the tolerance by before a reason mentions it."""
+"""Share of the target load that servers may exceed the tolerance by before a reason mentions it."""
 
 
 def reason_of_slots(
@@ -146,7 +147,7 @@ def reason_of_slots(
     outcomes: Sequence[Outcome],
     options: PlanningOptions,
 ) -> str:
-    """The same of a step of pipelines, whose slots each have a level."""
+    """The same of a step of pipelines, whose slots each have a target load."""
     over = slots.imbalance
     at = int(over.argmax())
     running = " ".join("-" if action is None else str(action) for action in pipelining.slots[at])
@@ -163,10 +164,10 @@ def reason_of_slots(
     if n_chunks == 0:
         return f"{text}; nothing moves"
     moved = sum(outcome.spent_bytes for outcome in outcomes)
-    above = max(over_level(outcome, options.tolerance) for outcome in outcomes)
+    above = max(over_target_load(outcome, options.tolerance) for outcome in outcomes)
     return (
         f"{text}; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer; "
-        f"the busiest server of any slot is {above:.3f} above the slot's level when it is "
+        f"the busiest server of any slot is {above:.3f} above the slot's target load when it is "
         f"planned, the tolerance is {options.tolerance:g}"
     )
 

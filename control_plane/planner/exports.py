@@ -37,16 +37,16 @@ from control_plane.planner.candidates import (
 from control_plane.planner.chunk import CutRules, with_shorter_chunks
 from control_plane.planner.compiled import compiled_inner, compiled_leaf
 from control_plane.planner.costs import Pace, pace_seconds
-from control_plane.planner.donors import N_DONORS, gather_donors, has_given
 from control_plane.planner.fit import Offer, fit_best
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.level import Work
+from control_plane.planner.headroom import Headroom, no_headroom, pop_headroom, push_headroom
 from control_plane.planner.links import Links, link_cost
-from control_plane.planner.rooms import Rooms, no_rooms, pop_room, push_room
+from control_plane.planner.senders import N_SENDERS, gather_senders, has_given
+from control_plane.planner.target_load import Work
 from core_attention.arrays import Float64Array
 
 SLACK = 1e-3
-"""A donor this close to the cap, as a share of it, is left alone."""
+"""A sender this close to the cap, as a share of it, is left alone."""
 CAP_STEP = 2e-3
 """By how much of the mean load the cap rises when room has run out."""
 PATIENCE = 8e-3
@@ -54,7 +54,7 @@ PATIENCE = 8e-3
 MOST_FAILURES = 8
 """Receivers in a row that can take nothing, the ones with the most room, before the cap rises."""
 MOST_CHUNKS = 4
-"""Chunks for each server after which the search is given up where documents can be carved instead:
+"""Chunks for each server after which the search is given up where documents can be split instead:
 plans have one or two, and each takes a search."""
 SHRINKS = 5
 """How often a chunk that breaks a memory or byte limit is halved before it is given up."""
@@ -74,7 +74,7 @@ def may_shorten(rules: CutRules, raised: float, first_cap: float) -> bool:
 
 @compiled_leaf
 def most_chunks_of(n_servers: int) -> int:
-    """After how many chunks a search is given up where documents can be carved instead."""
+    """After how many chunks a search is given up where documents can be split instead."""
     return MOST_CHUNKS * n_servers + 64
 
 
@@ -97,7 +97,7 @@ def export_surplus(
     Args:
         cap: ``[n_servers]`` seconds of attention; raised in place where it must be.
         work: who receives, and the typical rates.
-        every: only one donor and one receiver in so many take part: a sample, which never raises
+        every: only one sender and one receiver in so many take part: a sample, which never raises
             the cap. 1 for all.
         give_up: share of the cap by which it may rise.
 
@@ -110,7 +110,7 @@ def export_surplus(
     if math.isfinite(give_up):
         most_chunks = min(most_chunks, board.used[CHUNKS] + most_chunks_of(len(cap)))
     return _move_surplus(
-        market, rules, no_rooms(len(cap)), cap.max(), most_raised, most_chunks, every
+        market, rules, no_headroom(len(cap)), cap.max(), most_raised, most_chunks, every
     )
 
 
@@ -118,7 +118,7 @@ def export_surplus(
 def _move_surplus(
     market: Market,
     rules: CutRules,
-    rooms: Rooms,
+    headroom: Headroom,
     first_cap: float,
     most_raised: float,
     most_chunks: int,
@@ -131,17 +131,17 @@ def _move_surplus(
         most_raised: by how many seconds it may rise.
         most_chunks: of the board's entries.
     """
-    board, cap, donors = market.board, market.cap, market.donors
+    board, cap, senders = market.board, market.cap, market.senders
     slack, step = SLACK * first_cap, CAP_STEP * first_cap
     raised = 0.0
     failures = 0
-    _look_around(market, rules, rooms, slack, every)
-    while donors.counts[N_DONORS] > 0:
-        if every > 1 and rooms.size[0] == 0:
+    _look_around(market, rules, headroom, slack, every)
+    while senders.counts[N_SENDERS] > 0:
+        if every > 1 and headroom.size[0] == 0:
             return 0.0
         if board.used[CHUNKS] >= most_chunks or raised > most_raised:
             return math.inf
-        if rooms.size[0] == 0 or failures == MOST_FAILURES:
+        if headroom.size[0] == 0 or failures == MOST_FAILURES:
             if may_shorten(rules, raised, first_cap):
                 rules = with_shorter_chunks(rules)
             else:
@@ -150,27 +150,29 @@ def _move_surplus(
                 for server in range(len(cap)):
                     cap[server] += rise
             failures = 0
-            _look_around(market, rules, rooms, slack, every)
+            _look_around(market, rules, headroom, slack, every)
             continue
-        receiver = pop_room(rooms)
-        donor = _serve(market, rules, receiver)
-        failures = 0 if donor >= 0 else failures + 1
-        if donor < 0:
+        receiver = pop_headroom(headroom)
+        sender = _serve(market, rules, receiver)
+        failures = 0 if sender >= 0 else failures + 1
+        if sender < 0:
             continue
-        over = board.load[donor] - cap[donor]
-        has_given(donors, rules, donor, over / market.pair_rate[donor] if over > slack else 0.0)
-        for server in (receiver, donor):
-            _offer_room(market, rooms, slack, server)
+        over = board.load[sender] - cap[sender]
+        has_given(senders, rules, sender, over / market.pair_rate[sender] if over > slack else 0.0)
+        for server in (receiver, sender):
+            _offer_room(market, headroom, slack, server)
     return raised
 
 
 @compiled_leaf
-def _look_around(market: Market, rules: CutRules, rooms: Rooms, slack: float, every: int) -> None:
-    """Finds the donors, and puts the servers that can take more than ``slack`` seconds on the heap;
-    of both only one in ``every``."""
+def _look_around(
+    market: Market, rules: CutRules, headroom: Headroom, slack: float, every: int
+) -> None:
+    """Finds the senders, and puts the servers that can take more than ``slack`` seconds on the
+    heap; of both only one in ``every``."""
     load, cap = market.board.load, market.cap
-    gather_donors(
-        market.donors,
+    gather_senders(
+        market.senders,
         market.fleet,
         market.links,
         rules,
@@ -181,22 +183,22 @@ def _look_around(market: Market, rules: CutRules, rooms: Rooms, slack: float, ev
         market.variant.urgency,
         every,
     )
-    rooms.size[0] = 0
+    headroom.size[0] = 0
     for server in range(0, len(cap), every):
-        _offer_room(market, rooms, slack, server)
+        _offer_room(market, headroom, slack, server)
 
 
 @compiled_leaf
-def _offer_room(market: Market, rooms: Rooms, slack: float, server: int) -> None:
+def _offer_room(market: Market, headroom: Headroom, slack: float, server: int) -> None:
     """Puts a server on the heap if it can take more than ``slack`` seconds."""
     room = market.cap[server] - market.board.load[server]
     if market.receives[server] and room > slack:
-        push_room(rooms, server, room * factor(market.variant, server, len(market.cap)))
+        push_headroom(headroom, server, room * factor(market.variant, server, len(market.cap)))
 
 
 @compiled_leaf
 def _serve(market: Market, rules: CutRules, receiver: int) -> int:
-    """Gives ``receiver`` the best chunk of all; returns its donor, -1 if there is none that the
+    """Gives ``receiver`` the best chunk of all; returns its sender, -1 if there is none that the
     receiver can take."""
     load, cap = market.board.load, market.cap
     room = cap[receiver] - load[receiver]
@@ -204,9 +206,9 @@ def _serve(market: Market, rules: CutRules, receiver: int) -> int:
         best = find_best(market, rules, receiver, room / market.pair_rate[receiver], attempt)
         if best.part < 0:
             return -1
-        surplus = load[best.donor] - cap[best.donor]
+        surplus = load[best.sender] - cap[best.sender]
         if _take(market, rules, best, receiver, surplus, room):
-            return best.donor
+            return best.sender
         market.failed[attempt] = best.part
     return -1
 
@@ -221,17 +223,17 @@ def _take(
     room: float,
 ) -> bool:
     """Cuts the best chunk out of its free part, by true seconds; False if no chunk there keeps all
-    limits and relieves the donor."""
+    limits and relieves the sender."""
     board, segments, fleet = market.board, market.segments, market.fleet
-    part, donor, at_end = best.part, best.donor, best.at_end
+    part, sender, at_end = best.part, best.sender, best.at_end
     segment = board.free[part, SEGMENT]
     low, high = board.free[part, BEGIN], board.free[part, END]
-    rank = fleet.rank[donor]
+    rank = fleet.rank[sender]
     resident = resident_end(board, fleet, segments.document[segment], receiver)
     whole = segments.whole[segment] and high - low == segments.end[segment]
     shortest = min(rules.min_tokens, high - low) if whole else rules.min_tokens
     # Made here, because a function that returned them would count references that nobody gives up.
-    gives = Pace(fleet.tables, fleet.profile[donor], rules.phase, fleet.speed[donor])
+    gives = Pace(fleet.tables, fleet.profile[sender], rules.phase, fleet.speed[sender])
     takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
     seconds = pace_seconds(gives, low, high)
     for _ in range(SHRINKS):
@@ -241,11 +243,11 @@ def _take(
             return False
         before, after = pace_seconds(gives, low, begin), pace_seconds(gives, end, high)
         if before + after >= seconds:
-            # What is left would run so slowly that the donor has no less to do.
+            # What is left would run so slowly that the sender has no less to do.
             return False
         if affordable(segments, fleet, market.limits, segment, begin, end, receiver, resident):
             remove_free(board, rank, part)
-            board.load[donor] += before + after - seconds
+            board.load[sender] += before + after - seconds
             if begin > low:
                 add_free(board, rank, segment, low, begin)
             if end < high:

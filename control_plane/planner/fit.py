@@ -1,6 +1,6 @@
 """Fitting a chunk: from where its geometry is best to where the cut really lies.
 
-By true seconds on the receiver's and the donor's profile, at aligned positions, and without rests
+By true seconds on the receiver's and the sender's profile, at aligned positions, and without rests
 that are too short.
 """
 
@@ -20,13 +20,13 @@ from control_plane.planner.costs import Pace, pace_seconds, pair_seconds
 
 
 class Offer(NamedTuple):
-    """A free part that a donor may give some of, and what the two servers want.
+    """A free part that a sender may give some of, and what the two servers want.
 
     Attributes:
         low, high: the part's queries.
-        seconds: of the whole part on the donor.
+        seconds: of the whole part on the sender.
         shortest: fewest queries of a chunk.
-        surplus: seconds that the donor wants to be rid of.
+        surplus: seconds that the sender wants to be rid of.
         room: seconds that the receiver can take.
         resident: the receiver has the K and V of ``[0, resident)`` anyway.
     """
@@ -42,20 +42,20 @@ class Offer(NamedTuple):
 
 @compiled_leaf
 def fit_best(
-    rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, at_end: float, n_shifts: int
+    rules: CutRules, sender: Pace, receiver: Pace, offer: Offer, at_end: float, n_shifts: int
 ) -> tuple[int, int]:
     """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``;
     empty if none fits."""
     best_begin, best_end_at, best_value = 0, 0, 0.0
     for shift in range(-n_shifts, n_shifts + 1):
-        begin, end = _fit(rules, donor, receiver, offer, at_end + shift * rules.alignment)
+        begin, end = _fit(rules, sender, receiver, offer, at_end + shift * rules.alignment)
         if n_shifts == 0:
             # Here, as a second call would be a second copy of what it is inlined from.
             return begin, end
         if end <= begin:
             continue
-        relief = offer.seconds - pace_seconds(donor, offer.low, begin)
-        relief -= pace_seconds(donor, end, offer.high)
+        relief = offer.seconds - pace_seconds(sender, offer.low, begin)
+        relief -= pace_seconds(sender, end, offer.high)
         moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - offer.resident, 0)
         value = min(relief, offer.surplus) / moved
         if value > best_value * (1.0 + 1e-9):
@@ -65,10 +65,10 @@ def fit_best(
 
 @compiled_leaf
 def _fit(
-    rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, at_end: float
+    rules: CutRules, sender: Pace, receiver: Pace, offer: Offer, at_end: float
 ) -> tuple[int, int]:
     """The chunk of a free part that ends near ``at_end``, takes the receiver at most its room and
-    relieves the donor of its surplus where that is possible; empty if none fits.
+    relieves the sender of its surplus where that is possible; empty if none fits.
 
     The bytes of a chunk hardly change when it shifts by half its length, so it shifts to the
     beginning or the end of the part where it would leave less than that behind.
@@ -77,15 +77,15 @@ def _fit(
     end = min(round(at_end / rules.alignment) * rules.alignment, high)
     if end <= low:
         end = high
-    begin = _begin_of_chunk(rules, donor, receiver, offer, end)
+    begin = _begin_of_chunk(rules, sender, receiver, offer, end)
     near = max((end - begin) // 2, rules.min_rest_tokens)
     left, right = begin - low, high - end
     if 0 < left < near and (right == 0 or left <= right):
         begin = low
-        end = _end_of_chunk(rules, donor, receiver, offer)
+        end = _end_of_chunk(rules, sender, receiver, offer)
     elif 0 < right < near:
         end = high
-        begin = _begin_of_chunk(rules, donor, receiver, offer, high)
+        begin = _begin_of_chunk(rules, sender, receiver, offer, high)
     if 0 < begin - low < rules.min_rest_tokens:
         begin = low + rules.min_rest_tokens
     if 0 < high - end < rules.min_rest_tokens:
@@ -96,27 +96,27 @@ def _fit(
 
 
 @compiled_leaf
-def _begin_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, end: int) -> int:
+def _begin_of_chunk(rules: CutRules, sender: Pace, receiver: Pace, offer: Offer, end: int) -> int:
     """Where the chunk that ends at ``end`` begins: it fills the room, or takes the surplus,
     whichever is less; ``end`` if even the shortest does not fit."""
     low, high = offer.low, offer.high
     earliest = begin_for_seconds(receiver, low, end, offer.room, rules.alignment)
     if end - earliest < offer.shortest:
         return end
-    keep = offer.seconds - pace_seconds(donor, end, high) - offer.surplus
-    wanted = latest_end(donor, low, end, keep, rules.alignment)
+    keep = offer.seconds - pace_seconds(sender, end, high) - offer.surplus
+    wanted = latest_end(sender, low, end, keep, rules.alignment)
     return max(earliest, min(wanted, end - offer.shortest))
 
 
 @compiled_leaf
-def _end_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer) -> int:
+def _end_of_chunk(rules: CutRules, sender: Pace, receiver: Pace, offer: Offer) -> int:
     """The same for a chunk that begins where the part does: where it ends; there if none fits."""
     low, high = offer.low, offer.high
     latest = latest_end(receiver, low, high, offer.room, rules.alignment)
     if latest - low < offer.shortest:
         return low
     keep = offer.seconds - offer.surplus
-    wanted = begin_for_seconds(donor, low, high, keep, rules.alignment)
+    wanted = begin_for_seconds(sender, low, high, keep, rules.alignment)
     return min(latest, max(wanted, low + offer.shortest))
 
 

@@ -87,7 +87,7 @@ def _plan_phase(
     table = TaskTable(*np.array(rows, dtype=np.int64).reshape(-1, 4).T, mask=MaskKind.FULL)
     shown = f"{stopped} nano-batches of {manifest.n_nano_batches} ended above the tolerance"
     if not stopped:
-        shown = f"every server is within {options.tolerance:g} of the level"
+        shown = f"every server is within {options.tolerance:g} of the target load"
     return table, shown
 
 
@@ -125,15 +125,16 @@ class _Board:
             self._seconds[server] += cost / self._speed(server)
 
     def balance(self) -> bool:
-        """Moves work until no server is above the level and the tolerance; whether it got there."""
+        """Moves work until no server is above the target load and the tolerance; whether it got
+        there."""
         work = sum(seconds * self._speed(server) for server, seconds in enumerate(self._seconds))
         able = [i for i, seconds in enumerate(self._seconds) if seconds or self._receives[i]]
-        level = work / sum(self._speed(i) for i in able) if able else 0.0
+        target_load = work / sum(self._speed(i) for i in able) if able else 0.0
         for _ in range(16 * len(able) * len(able)):
             giver = max(able, key=lambda i: (self._seconds[i], -i), default=0)
-            if not able or self._seconds[giver] <= level * (1 + self._tolerance):
+            if not able or self._seconds[giver] <= target_load * (1 + self._tolerance):
                 return True
-            if not self._give(giver, level):
+            if not self._give(giver, target_load):
                 return False
         return False
 
@@ -145,11 +146,11 @@ class _Board:
             for piece in pieces
         ]
 
-    def _give(self, giver: int, level: float) -> bool:
+    def _give(self, giver: int, target_load: float) -> bool:
         """Moves one piece from ``giver``; False if there is none to move or nobody to take it."""
         takers = [i for i in range(len(self._servers)) if self._receives[i] and i != giver]
         taker = min(takers, key=lambda i: (self._seconds[i], i), default=giver)
-        surplus, room = self._seconds[giver] - level, level - self._seconds[taker]
+        surplus, room = self._seconds[giver] - target_load, target_load - self._seconds[taker]
         if taker == giver or room <= 0:
             return False
         for piece in sorted(self._pieces[giver], key=lambda p: (-p.length, p.document, p.begin)):

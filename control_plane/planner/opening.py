@@ -20,8 +20,8 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.level import Work
 from control_plane.planner.sorting import sorted_by
+from control_plane.planner.target_load import Work
 from core_attention.arrays import Int64Array
 
 CHUNKS_PER_SERVER = 8

@@ -17,13 +17,11 @@ from control_plane.planner.board import (
     Segments,
 )
 from control_plane.planner.candidates import Variant
-from control_plane.planner.carving import carve_surplus
 from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import compiled, compiled_inner, compiled_into, compiled_leaf
 from control_plane.planner.costs import pace_seconds
 from control_plane.planner.exports import export_surplus, most_chunks_of
 from control_plane.planner.fleet import Fleet, pace_of
-from control_plane.planner.level import Work, expected_growth, level_of_growth, weigh
 from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
 from control_plane.planner.opening import (
@@ -33,21 +31,24 @@ from control_plane.planner.opening import (
     prepare_opening,
 )
 from control_plane.planner.placement import place_homeless
+from control_plane.planner.splitting import split_surplus
 from control_plane.planner.survey import HomeWork
+from control_plane.planner.target_load import Work, expected_growth, target_load_of_growth, weigh
 from control_plane.planner.tasks import Cuts, collect_cuts
 from core_attention.arrays import Float64Array
 
 CORRECTIONS = 2
-"""How often the level is corrected for the rates of the pieces."""
+"""How often the target load is corrected for the rates of the pieces."""
 MOST_SHIFTS = 2
 """Shifts of each cut that are tried for small fleets, which are planned several times anyway."""
 LARGEST_CORRECTION = 0.1
-"""By which share the level may fall below an estimate before it is looked up anew who may give."""
+"""By which share the target load may fall below an estimate before it is looked up anew who may
+give."""
 URGENCIES = (1.0, 2.0, 4.0, 0.0)
-"""How much more chunks of the donor with the most to give count; large fleets use the first."""
+"""How much more chunks of the sender with the most to give count; large fleets use the first."""
 LARGEST_DRIFT = 1e-2
 SMALL_FLEET_DRIFT = 5e-3
-"""Relative error of the level that is left uncorrected: time counts more for large fleets."""
+"""Relative error of the target load that is left uncorrected: time counts more for large fleets."""
 FEW = 64
 """Pieces that are quickly found, however few servers there are."""
 MOST_VARIED = 3
@@ -55,19 +56,20 @@ MOST_VARIED = 3
 SAMPLED_SERVERS = 48
 """Receivers whose chunks give the rates of the pieces of fleets several times as large."""
 MOST_MISSED = 1e-2
-"""Share of the level by which a plan may miss the tolerance before documents are carved instead."""
+"""Share of the target load by which a plan may miss the tolerance before documents are split
+instead."""
 GIVE_UP = 0.1
-"""Share of the cap by which it may rise while chunks are searched for, where carving is left."""
+"""Share of the cap by which it may rise while chunks are searched for, where splitting is left."""
 SAND_SHARE = 1.0 / 32.0
-"""Where no donor has a document that takes more of the cap than this, documents are carved at once:
+"""Where no sender has a document that takes more of the cap than this, documents are split at once:
 whole ones fill any room, and a search for each would take long."""
 WASTES = (0.5, 0.05)
-"""Shares by which carved pieces may run slower before servers must give away documents of their own
+"""Shares by which split pieces may run slower before servers must give away documents of their own
 for longer ones: tried one after the other where the tolerance is missed."""
-CARVINGS = 8
-"""Levels at which documents are carved, to find the least."""
-CARVED_DRIFT = 2e-3
-"""Relative change of the level below which it is found."""
+SPLITTINGS = 8
+"""Target loads at which documents are split, to find the least."""
+SPLIT_DRIFT = 2e-3
+"""Relative change of the target load below which it is found."""
 FINEST_RUNG = 0.01
 """Small fleets are planned at several tolerances, the *rungs*: the one that is asked for, and those
 of 0, this and its doubles that are tighter. Searches are full of accidents: in wider rooms one may
@@ -83,24 +85,24 @@ DEAR = 1.03
 MOST_SEGMENTS = 1 << 14
 """Segments of a nano-batch above which only the asked tolerance is planned: a search takes long."""
 CHALLENGES = 2
-"""How often a small fleet's documents are carved after a search: where giants must be divided, that
+"""How often a small fleet's documents are split after a search: where giants must be divided, that
 is often cheaper, by a tenth and more."""
 LEAST_RELIEF = 8e-3
-"""By which share a level must be higher for a search that gave up to be made again: of 1,000 random
-kinds of steps none came to its end that had less."""
+"""By which share a target load must be higher for a search that gave up to be made again: of 1,000
+random kinds of steps none came to its end that had less."""
 
 
 class Outcome(NamedTuple):
     """What happened while planning a phase of a nano-batch.
 
     Attributes:
-        level: seconds, base loads included, in which all servers would finish if work could be
-            divided at will.
-        scale: factor on the level, for the rates at which pieces run.
+        target_load: seconds, base loads included, in which all servers would finish if work could
+            be divided at will.
+        scale: factor on the target load, for the rates at which pieces run.
         work_ratio: seconds of the plan's tasks to those of the uncut segments at home.
-        raised: by how many seconds the cap was raised above (1 + eps) x level, or would have had
-            to be where documents were carved; infinite if some server stayed above it.
-        excess: by how many seconds the busiest server is above (1 + eps) x the level of the
+        raised: by how many seconds the cap was raised above (1 + eps) x target load, or would have
+            had to be where documents were split; infinite if some server stayed above it.
+        excess: by how many seconds the busiest server is above (1 + eps) x the target load of the
             tasks as they were cut.
         busiest: seconds of that server, base load included.
         spent_bytes: bytes moved, beyond what documents that span ranks need anyway.
@@ -110,7 +112,7 @@ class Outcome(NamedTuple):
         stuck_server: a server whose own rank's rows exceed its memory and fit nowhere, else -1.
     """
 
-    level: float
+    target_load: float
     scale: float
     work_ratio: float
     raised: float
@@ -144,14 +146,14 @@ class Way(NamedTuple):
         every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
             would give.
         give_up: share of the cap by which it may rise.
-        carves: by carving, not by a search for chunks.
-        waste: of carving: finite if a server may get a piece for which documents of its own must
+        splits: by splitting, not by a search for chunks.
+        waste: of splitting: finite if a server may get a piece for which documents of its own must
             go.
     """
 
     every: int
     give_up: float
-    carves: bool
+    splits: bool
     waste: float
 
 
@@ -236,8 +238,8 @@ def _seen_from(outcome: Outcome, rung: float, tolerance: float) -> Outcome:
     reached = (outcome.busiest - outcome.excess) / (1.0 + rung)
     raised = outcome.raised
     if math.isfinite(raised):
-        over = outcome.busiest - outcome.level * (1.0 + tolerance)
-        raised = max(min(raised + outcome.level * (rung - tolerance), over), 0.0)
+        over = outcome.busiest - outcome.target_load * (1.0 + tolerance)
+        raised = max(min(raised + outcome.target_load * (rung - tolerance), over), 0.0)
     excess = outcome.busiest - reached * (1.0 + tolerance)
     return _judged(outcome, outcome.scale, raised, excess)
 
@@ -246,7 +248,7 @@ def _seen_from(outcome: Outcome, rung: float, tolerance: float) -> Outcome:
 def _judged(outcome: Outcome, scale: float, raised: float, excess: float) -> Outcome:
     """The same plan by other measures."""
     return Outcome(
-        outcome.level,
+        outcome.target_load,
         scale,
         outcome.work_ratio,
         raised,
@@ -265,8 +267,10 @@ def _judged(outcome: Outcome, scale: float, raised: float, excess: float) -> Out
 def _at_home(work: Work, tolerance: float) -> Outcome:
     """What happens where nothing moves."""
     busiest = _highest(work.load, work.base)
-    excess = busiest - work.level * (1.0 + tolerance)
-    return Outcome(work.level, 1.0, 1.0, max(excess, 0.0), excess, busiest, 0.0, 0.0, 0, -1, 0, -1)
+    excess = busiest - work.target_load * (1.0 + tolerance)
+    return Outcome(
+        work.target_load, 1.0, 1.0, max(excess, 0.0), excess, busiest, 0.0, 0.0, 0, -1, 0, -1
+    )
 
 
 @compiled_into
@@ -289,37 +293,37 @@ def _plan_rung(
     if is_hopeless or (is_asked and _is_sand(setting, work, scale)):
         # Most of what moves then moves whole, and runs as it did.
         scale = 1.0
-        board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, np.inf))
+        board, outcome = _split(setting, work, scale, Way(1, 0.0, True, np.inf))
         if _keeps(outcome):
             return board, outcome, False
     if is_hopeless:
-        carved_board, carved = board, outcome
+        split_board, split = board, outcome
     else:
         board, outcome = _search(setting, work, scale, is_small, n_variants, may_sample)
         if _is_stuck(outcome) or _keeps(outcome) or not is_asked:
             return board, outcome, True
         way = Way(1, 0.0, True, np.inf)
-        carved_board, carved = _carve(setting, work, outcome.work_ratio, way)
+        split_board, split = _split(setting, work, outcome.work_ratio, way)
     for waste in WASTES:
-        if _keeps(carved) or setting.limits.active:
+        if _keeps(split) or setting.limits.active:
             break
         way = Way(1, 0.0, True, waste)
-        other_board, other = _carve(setting, work, carved.work_ratio, way)
-        if other.busiest < carved.busiest:
-            carved_board, carved = other_board, other
+        other_board, other = _split(setting, work, split.work_ratio, way)
+        if other.busiest < split.busiest:
+            split_board, split = other_board, other
     if is_hopeless:
-        return carved_board, carved, False
-    if carved.busiest < outcome.busiest:
-        searches_again = _may_search_again(outcome, carved)
-        board, outcome = carved_board, carved
+        return split_board, split, False
+    if split.busiest < outcome.busiest:
+        searches_again = _may_search_again(outcome, split)
+        board, outcome = split_board, split
         if not searches_again:
             return board, outcome, False
         # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
         way = Way(1, MOST_MISSED, False, np.inf)
-        opening = _opening(setting, work, carved.scale, way)
+        opening = _opening(setting, work, split.scale, way)
         plain = Variant(0, 0.0, 0, URGENCIES[0])
-        again_board, again = _attempt(setting, work, opening, carved.scale, plain, way)
-        if _better(again, carved):
+        again_board, again = _attempt(setting, work, opening, split.scale, plain, way)
+        if _better(again, split):
             board, outcome = again_board, again
     return board, outcome, False
 
@@ -336,8 +340,8 @@ def _search(
     """A plan by the search for the best chunks: the cheapest of ``n_variants``.
 
     Args:
-        scale: of the level, estimated.
-        is_small: whether carving is tried as well, and the level found more precisely.
+        scale: of the target load, estimated.
+        is_small: whether splitting is tried as well, and the target load found more precisely.
         may_sample: whether a large fleet may improve it by a sample.
     """
     fleet, tolerance = setting.fleet, setting.tolerance
@@ -382,11 +386,11 @@ def _search(
             break
         corrections += 1
         scale = other.work_ratio
-    highest = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
-    donors = _highest(work.load, work.base) > highest and np.isfinite(outcome.raised)
-    donors = donors and outcome.n_chunks <= MOST_VARIED * n
+    highest = target_load_of_growth(work, fleet, scale) * (1.0 + tolerance)
+    senders = _highest(work.load, work.base) > highest and np.isfinite(outcome.raised)
+    senders = senders and outcome.n_chunks <= MOST_VARIED * n
     for seed in range(1, n_variants):
-        if _is_final(outcome) or not donors:
+        if _is_final(outcome) or not senders:
             break
         variant = Variant(
             seed,
@@ -406,7 +410,7 @@ def _search(
 def _challenge(
     setting: Setting, work: Work, board: Board, outcome: Outcome
 ) -> tuple[Board, Outcome]:
-    """A plan by carving where that undercuts the one that a search has found, else this one."""
+    """A plan by splitting where that undercuts the one that a search has found, else this one."""
     plain = Variant(0, 0.0, 0, URGENCIES[0])
     way = Way(1, 0.0, True, np.inf)
     scale = outcome.work_ratio
@@ -416,7 +420,7 @@ def _challenge(
         if _undercuts(other, outcome):
             board, outcome = other_board, other
         drift = other.work_ratio / scale - 1.0
-        if abs(drift) < CARVED_DRIFT or drift < -LARGEST_CORRECTION or _is_stuck(other):
+        if abs(drift) < SPLIT_DRIFT or drift < -LARGEST_CORRECTION or _is_stuck(other):
             break
         scale = other.work_ratio
     return board, outcome
@@ -427,8 +431,8 @@ def _gives(setting: Setting, work: Work, scale: float) -> bool:
     """Whether something may have to move."""
     if setting.limits.active or len(work.homeless) > 0:
         return True
-    level = level_of_growth(work, setting.fleet, scale)
-    return _is_anyone_above(level * (1.0 + setting.tolerance), work, setting.fleet)
+    target_load = target_load_of_growth(work, setting.fleet, scale)
+    return _is_anyone_above(target_load * (1.0 + setting.tolerance), work, setting.fleet)
 
 
 @compiled_leaf
@@ -451,18 +455,18 @@ def _given_up(outcome: Outcome) -> Outcome:
 def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
     """Whether all documents of those who must give are short next to the cap, and some must."""
     fleet = setting.fleet
-    level = level_of_growth(work, fleet, scale)
+    target_load = target_load_of_growth(work, fleet, scale)
     gives = False
     if setting.limits.active or len(work.homeless) > 0:
         return False
     for server in range(len(work.load)):
-        cap = level * (1.0 + setting.tolerance) - work.base[server]
+        cap = target_load * (1.0 + setting.tolerance) - work.base[server]
         if fleet.rank[server] < 0 or work.load[server] <= cap:
             continue
         gives = True
         end = work.longest[server]
         pace = pace_of(fleet, server, setting.rules.phase)
-        if pace_seconds(pace, 0, int(end)) > SAND_SHARE * level:
+        if pace_seconds(pace, 0, int(end)) > SAND_SHARE * target_load:
             return False
     return gives
 
@@ -474,26 +478,26 @@ def _needs_too_many(setting: Setting, work: Work, scale: float) -> bool:
     fleet, n = setting.fleet, len(work.load)
     if setting.limits.active or len(work.homeless) > 0:
         return False
-    level = level_of_growth(work, fleet, scale)
+    target_load = target_load_of_growth(work, fleet, scale)
     most_speed = fleet.speed.max()
     n_pieces = 0.0
     for server in range(n):
-        cap = level * (1.0 + setting.tolerance) - work.base[server]
+        cap = target_load * (1.0 + setting.tolerance) - work.base[server]
         if fleet.rank[server] < 0 or work.load[server] <= cap:
             continue
         pace = pace_of(fleet, server, setting.rules.phase)
         longest = pace_seconds(pace, 0, int(work.longest[server]))
-        room = level * (1.0 + setting.tolerance) * most_speed / pace.speed
+        room = target_load * (1.0 + setting.tolerance) * most_speed / pace.speed
         n_pieces += (work.load[server] - cap) / min(longest, room)
     return n_pieces > most_chunks_of(n)
 
 
 @compiled_into
-def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board, Outcome]:
-    """A plan by carving, at the least level that is found for it.
+def _split(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board, Outcome]:
+    """A plan by splitting, at the least target load that is found for it.
 
     Args:
-        scale: of the level, estimated.
+        scale: of the target load, estimated.
         way: how.
     """
     plain = Variant(0, 0.0, 0, URGENCIES[0])
@@ -503,23 +507,25 @@ def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board,
     board, outcome = _attempt(setting, work, opening, scale, plain, way)
     too_low, enough, rise = 0.0, np.inf, 0.5
     best_board, best = board, outcome
-    for _ in range(CARVINGS - 1):
+    for _ in range(SPLITTINGS - 1):
         if _is_stuck(outcome):
             break
         if outcome.raised > 0.0:
             too_low = max(too_low, outcome.scale)
             rise *= 2.0
-            scale = outcome.scale * (1.0 + rise * (CARVED_DRIFT + outcome.raised / outcome.level))
+            scale = outcome.scale * (
+                1.0 + rise * (SPLIT_DRIFT + outcome.raised / outcome.target_load)
+            )
             bounded = scale >= enough
         else:
             enough = min(enough, outcome.scale)
             scale = outcome.work_ratio
             bounded = scale <= too_low
             rise = 0.5
-            if abs(scale / outcome.scale - 1.0) < CARVED_DRIFT:
+            if abs(scale / outcome.scale - 1.0) < SPLIT_DRIFT:
                 break
         if bounded:
-            if enough <= too_low * (1.0 + CARVED_DRIFT):
+            if enough <= too_low * (1.0 + SPLIT_DRIFT):
                 break
             scale = 0.5 * (too_low + enough)
         if scale < lowest:
@@ -534,13 +540,13 @@ def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board,
 @compiled_inner
 def _least_scale(setting: Setting, work: Work) -> float:
     """The scale at which the last queries of every document that must be divided can run somewhere;
-    0 where base loads make levels no multiples of it."""
+    0 where base loads make target loads no multiples of it."""
     fleet, rules = setting.fleet, setting.rules
-    if fleet.is_based or work.level == 0.0:
+    if fleet.is_based or work.target_load == 0.0:
         return 0.0
     end = 0.0
     for server in range(len(work.load)):
-        if work.load[server] > work.level * (1.0 + setting.tolerance):
+        if work.load[server] > work.target_load * (1.0 + setting.tolerance):
             end = max(end, work.longest[server])
     least = np.inf
     for server in range(len(work.load)):
@@ -548,14 +554,14 @@ def _least_scale(setting: Setting, work: Work) -> float:
             pace = pace_of(fleet, server, rules.phase)
             shortest = min(int(end), rules.finest_alignment)
             least = min(least, pace_seconds(pace, int(end) - shortest, int(end)))
-    return float(least / (work.level * (1.0 + setting.tolerance)))
+    return float(least / (work.target_load * (1.0 + setting.tolerance)))
 
 
 @compiled_inner
 def _opening(setting: Setting, work: Work, scale: float, way: Way) -> Opening:
-    """The opening for levels of ``scale`` and higher."""
+    """The opening for target loads of ``scale`` and higher."""
     segments, _, fleet, _, limits, _, tolerance = setting
-    lowest_cap = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
+    lowest_cap = target_load_of_growth(work, fleet, scale) * (1.0 + tolerance)
     n_ranks = len(fleet.server_of_rank)
     everyone = limits.active or np.isfinite(way.waste)
     return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, everyone)
@@ -574,17 +580,17 @@ def _is_stuck(outcome: Outcome) -> bool:
 
 
 @compiled_leaf
-def _may_search_again(searched: Outcome, carved: Outcome) -> bool:
-    """Whether a search may come to its end at the level that carving has found: one that gave up at
-    about this level would give up again."""
+def _may_search_again(searched: Outcome, split: Outcome) -> bool:
+    """Whether a search may come to its end at the target load that splitting has found: one that
+    gave up at about this target load would give up again."""
     gave_up = math.isinf(searched.raised)
-    return not gave_up or carved.scale >= searched.scale * (1.0 + LEAST_RELIEF)
+    return not gave_up or split.scale >= searched.scale * (1.0 + LEAST_RELIEF)
 
 
 @compiled_leaf
 def _better(ours: Outcome, theirs: Outcome) -> bool:
     """Whether a plan is cheaper without a busier server, or has a less busy one."""
-    margin = 1e-3 * theirs.level
+    margin = 1e-3 * theirs.target_load
     our_miss, their_miss = _miss(ours), _miss(theirs)
     if our_miss > their_miss + margin:
         return False
@@ -598,28 +604,29 @@ def _undercuts(ours: Outcome, theirs: Outcome) -> bool:
         return False
     if ours.spent_cost == theirs.spent_cost and ours.busiest >= theirs.busiest:
         return False
-    if _miss(ours) <= _miss(theirs) + 1e-3 * theirs.level:
+    if _miss(ours) <= _miss(theirs) + 1e-3 * theirs.target_load:
         return True
     return ours.busiest <= theirs.busiest and _keeps(ours)
 
 
 @compiled_leaf
 def _ends_earlier(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether a plan's busiest server is less busy. Where pieces run slowly, the level itself
-    rises, and the plan nearest to its own level may be the one that ends last."""
+    """Whether a plan's busiest server is less busy. Where pieces run slowly, the target load itself
+    rises, and the plan nearest to its own target load may be the one that ends last."""
     return ours.busiest < theirs.busiest
 
 
 @compiled_leaf
 def _keeps(outcome: Outcome) -> bool:
     """Whether a plan keeps the tolerance well enough."""
-    return _miss(outcome) <= MOST_MISSED * outcome.level
+    return _miss(outcome) <= MOST_MISSED * outcome.target_load
 
 
 @compiled_leaf
 def _miss(outcome: Outcome) -> float:
-    """By how many seconds a plan misses the tolerance; an error of the level is not counted."""
-    return max(outcome.raised, outcome.excess - SMALL_FLEET_DRIFT * outcome.level)
+    """By how many seconds a plan misses the tolerance; an error of the target load is not
+    counted."""
+    return max(outcome.raised, outcome.excess - SMALL_FLEET_DRIFT * outcome.target_load)
 
 
 @compiled_inner
@@ -631,13 +638,13 @@ def _attempt(
     variant: Variant,
     way: Way,
 ) -> tuple[Board, Outcome]:
-    """One plan, for a level ``scale`` times as high as if pieces ran like whole documents."""
+    """One plan, for a target load ``scale`` times as high as if pieces ran like whole documents."""
     segments, home, fleet, rules, limits, links, tolerance = setting
     n_servers = len(fleet.rank)
-    level = level_of_growth(work, fleet, scale)
-    finest_pairs = (level - work.base.min()) / work.pair_rate.min()
+    target_load = target_load_of_growth(work, fleet, scale)
+    finest_pairs = (target_load - work.base.min()) / work.pair_rate.min()
     rules = with_alignment(rules, finest_pairs, home.longest.max())
-    cap = np.full(n_servers, level * (1.0 + tolerance)) - work.base
+    cap = np.full(n_servers, target_load * (1.0 + tolerance)) - work.base
     cap[fleet.speed == 0.0] = 0.0
     board = open_board(opening, work, len(segments.begin))
     limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
@@ -656,8 +663,8 @@ def _attempt(
             board, segments, fleet, rules, limits, links, cap, work.receives
         )
     before, over = work_of(board.load, work), _over(board.load, cap, fleet)
-    if stuck < 0 and stuck_server < 0 and way.carves:
-        rise = carve_surplus(
+    if stuck < 0 and stuck_server < 0 and way.splits:
+        rise = split_surplus(
             board, segments, fleet, rules, limits, links, cap, work, home.seconds, way.waste
         )
         raised = cap.max() - first_cap + rise
@@ -672,12 +679,12 @@ def _attempt(
         moved = over - _over(board.load, cap, fleet)
         after = before + (after - before) * (over / moved if moved > 0.0 else 0.0)
     ratio = after / work.pairs
-    reached = level * ratio / scale
+    reached = target_load * ratio / scale
     if fleet.is_based:
-        reached = level_of_growth(work, fleet, ratio)
+        reached = target_load_of_growth(work, fleet, ratio)
     busiest = _highest(board.load, work.base)
     outcome = Outcome(
-        level,
+        target_load,
         scale,
         ratio,
         raised,

@@ -28,9 +28,15 @@ from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import Pace, causal_pairs, task_seconds
 from control_plane.planner.exports import CAP_STEP, may_shorten
 from control_plane.planner.fleet import Fleet, pace_of
-from control_plane.planner.level import Work
+from control_plane.planner.headroom import (
+    Headroom,
+    change_top,
+    no_headroom,
+    pop_headroom,
+    push_headroom,
+)
 from control_plane.planner.links import Links, link_cost
-from control_plane.planner.rooms import Rooms, change_top, no_rooms, pop_room, push_room
+from control_plane.planner.target_load import Work
 from core_attention.arrays import Float64Array
 
 LONG_SHARE = 0.25
@@ -65,16 +71,16 @@ def place_homeless(
     one_profile = len(fleet.tables.layout) == 1
     raises = 0
     by_time = False
-    rooms = no_rooms(len(cap))
-    _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
+    headroom = no_headroom(len(cap))
+    _fill_headroom(headroom, board, cap, receives, pair_rate, by_time)
     for segment in work.homeless:
         low, high = segments.begin[segment], segments.end[segment]
         if not by_time and _is_short(cap, receives, pair_rate, low, high):
             by_time = True
-            _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
+            _fill_headroom(headroom, board, cap, receives, pair_rate, by_time)
         if segments.whole[segment] and not limits.active:
             # Most work is many short documents: the same as below, without its calls.
-            at = rooms.server[0]
+            at = headroom.server[0]
             seconds = home_seconds[segment]
             if not one_profile:
                 seconds = task_seconds(fleet.tables, fleet.profile[at], rules.phase, low, high)
@@ -87,13 +93,13 @@ def place_homeless(
                 moved = (rules.q_bytes + rules.kv_bytes) * (high - low)
                 board.spent[BYTES] += moved
                 board.spent[COST] += moved * link_cost(links, segments.rank[segment], at)
-                change_top(rooms, room if by_time else room / pair_rate[at])
+                change_top(headroom, room if by_time else room / pair_rate[at])
                 continue
         while high > low:
             if board.used[CHUNKS] >= len(board.chunks):
                 return segment, high
             at, begin = _find_server(
-                board, segments, fleet, rules, limits, cap, receives, rooms, segment, low, high
+                board, segments, fleet, rules, limits, cap, receives, headroom, segment, low, high
             )
             if at < 0:
                 risen = cap.max() - first_cap
@@ -107,19 +113,19 @@ def place_homeless(
                 ):
                     return segment, high
                 cap += step * max(1.0, raises / 50.0)
-                _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
+                _fill_headroom(headroom, board, cap, receives, pair_rate, by_time)
                 continue
             link = link_cost(links, segments.rank[segment], at)
             add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
             room = cap[at] - board.load[at]
-            push_room(rooms, at, room if by_time else room / pair_rate[at])
+            push_headroom(headroom, at, room if by_time else room / pair_rate[at])
             high = begin
     return -1, 0
 
 
 @compiled_inner
-def _fill_rooms(
-    rooms: Rooms,
+def _fill_headroom(
+    headroom: Headroom,
     board: Board,
     cap: Float64Array,
     receives: BoolArray,
@@ -127,11 +133,11 @@ def _fill_rooms(
     by_time: bool,
 ) -> None:
     """Puts the receiving servers on the heap, by seconds or by query-key pairs."""
-    rooms.size[0] = 0
+    headroom.size[0] = 0
     for server in range(len(cap)):
         if receives[server]:
             room = cap[server] - board.load[server]
-            push_room(rooms, server, room if by_time else room / pair_rate[server])
+            push_headroom(headroom, server, room if by_time else room / pair_rate[server])
 
 
 @compiled_inner
@@ -175,7 +181,7 @@ def _find_server(
     limits: Limits,
     cap: Float64Array,
     receives: BoolArray,
-    rooms: Rooms,
+    headroom: Headroom,
     segment: int,
     low: int,
     high: int,
@@ -185,7 +191,7 @@ def _find_server(
     Returns:
         The server and where its chunk begins; (-1, 0), and the heap as it was, if none can.
     """
-    passed = np.empty(rooms.size[0], dtype=np.int64)
+    passed = np.empty(headroom.size[0], dtype=np.int64)
     passed_room = np.empty(len(passed))
     n_passed = 0
     found, begin = -1, 0
@@ -193,9 +199,9 @@ def _find_server(
     cut_for_memory = limits.active and not _anyone_could(
         segments, fleet, limits, receives, segment, low, high
     )
-    while rooms.size[0] > 0:
-        passed_room[n_passed] = rooms.room[0]
-        s = pop_room(rooms)
+    while headroom.size[0] > 0:
+        passed_room[n_passed] = headroom.room[0]
+        s = pop_headroom(headroom)
         room = cap[s] - board.load[s]
         begin = _begin_within(pace_of(fleet, s, rules.phase), rules, low, high, room)
         if limits.active and low < begin < high:
@@ -224,7 +230,7 @@ def _find_server(
             # The others have less room.
             break
     for k in range(n_passed):
-        push_room(rooms, passed[k], passed_room[k])
+        push_headroom(headroom, passed[k], passed_room[k])
     return found, begin
 
 

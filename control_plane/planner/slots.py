@@ -26,11 +26,7 @@ from control_plane.planner.planning import (
     PlanningServer,
     refuse_cut_documents,
 )
-from control_plane.planner.side_by_side import threads
-from control_plane.planner.survey import is_divided
-from control_plane.planner.tasks import Cuts, write_tasks_of_pieces
-from control_plane.planner.timetable import Timetable, timetable
-from control_plane.planner.turns import (
+from control_plane.planner.rounds import (
     TASKS,
     Bounds,
     Sheet,
@@ -38,9 +34,13 @@ from control_plane.planner.turns import (
     empty_sheet,
     make_desk,
     outcome_of,
-    plan_in_turns,
+    plan_in_rounds,
     step_of,
 )
+from control_plane.planner.side_by_side import threads
+from control_plane.planner.survey import is_divided
+from control_plane.planner.tasks import Cuts, write_tasks_of_pieces
+from control_plane.planner.timetable import Timetable, timetable
 from core_attention.arrays import Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
@@ -184,7 +184,7 @@ class _Half(NamedTuple):
 
     Attributes:
         sheet: what is known of it.
-        pieces: of each phase, as :func:`~control_plane.planner.turns.plan_in_turns` returns them.
+        pieces: of each phase, as :func:`~control_plane.planner.rounds.plan_in_rounds` returns them.
         stuck_unit, stuck_segment: as well.
     """
 
@@ -198,7 +198,7 @@ def _plan_half(
     step: Step, table: Timetable, fleet: Fleet, bounds: Bounds, moved_to: Int64Array
 ) -> _Half:
     sheet = empty_sheet(table, len(fleet.rank), moved_to)
-    forward, backward, *stuck = plan_in_turns(
+    forward, backward, *stuck = plan_in_rounds(
         step, table, fleet, bounds, make_desk(len(step.document), len(step.carried.rank)), sheet
     )
     return _Half(sheet, (forward, backward), *stuck)

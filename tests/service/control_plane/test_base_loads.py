@@ -36,8 +36,8 @@ def seconds_of(plan: Plan, phase: Phase) -> Float64Array:
     return np.asarray(forecast.seconds[0])
 
 
-def water_level(base: Float64Array, work: float) -> float:
-    """The level by bisection, written apart from the planner's."""
+def water_target_load(base: Float64Array, work: float) -> float:
+    """The target load by bisection, written apart from the planner's."""
     low, high = float(base.max()), float(base.max()) + work
     if np.maximum(low - base, 0).sum() >= work:
         return low
@@ -57,7 +57,7 @@ def water_level(base: Float64Array, work: float) -> float:
     share=st.sampled_from([0.05, 0.3, 1.0, 4.0]),
     seed=st.integers(0, 10_000),
 )
-def test_nobody_is_above_the_level_of_base_and_attention(
+def test_nobody_is_above_the_target_load_of_base_and_attention(
     n_ranks: int, n_active: int, share: float, seed: int
 ) -> None:
     """Ranks that run a stage have a base, the others idle. ``share``: base to mean attention."""
@@ -78,11 +78,11 @@ def test_nobody_is_above_the_level_of_base_and_attention(
     plan = planned(manifest, servers)
     for phase in Phase:
         seconds = seconds_of(plan, phase)
-        level = water_level(bases[phase], float(seconds.sum()))
+        target_load = water_target_load(bases[phase], float(seconds.sum()))
         total = (bases[phase] + seconds)[seconds > 0].max()
-        # Pieces of 128 (backward: 1,024, in need 64) tokens and the level's own error of half a
-        # percent come on top of the tolerance.
-        assert total <= level * (1 + TOLERANCE + 0.05)
+        # Pieces of 128 (backward: 1,024, in need 64) tokens and the target load's own error of half
+        # a percent come on top of the tolerance.
+        assert total <= target_load * (1 + TOLERANCE + 0.05)
 
 
 def test_idle_ranks_serve_first() -> None:
@@ -102,7 +102,7 @@ def test_idle_ranks_serve_first() -> None:
 
 
 def test_bases_that_are_all_alike_change_little() -> None:
-    """They raise the level, and with it what the tolerance allows; no work moves for them."""
+    """They raise the target load, and with it what the tolerance allows; no work moves for them."""
     manifest = stream_manifest([65536, 1024, 512, 300, 20000, 9000], 3)
     plain = planned(manifest, in_place(3))
     alike = planned(manifest, in_place(3, base_seconds=(1e-3, 1e-3)))
@@ -119,7 +119,7 @@ def test_a_pool_beside_busy_ranks_takes_their_attention() -> None:
     servers = [*in_place(2, base_seconds=(10.0, 10.0)), *pool(2)]
     plan = planned(manifest, servers)
     seconds = seconds_of(plan, Phase.FORWARD)
-    # The level is the ranks' base: nothing must leave them, as the slot takes 10 s anyway.
+    # The target load is the ranks' base: nothing must leave them, as the slot takes 10 s anyway.
     assert seconds[:2].sum() == pytest.approx(float(seconds.sum()))
 
 

@@ -50,7 +50,7 @@ def merged(*by_rank: list[list[int]]) -> Manifest:
     return Manifest.merge(manifests, len(manifests))
 
 
-def test_the_longest_documents_are_cut_until_servers_are_level() -> None:
+def test_the_longest_documents_are_cut_until_servers_are_target_load() -> None:
     manifest = merged([[32768], [100]], [[8192] * 4, [100]], [[2048] * 16, [40]])
     plan = balanced(manifest, equal_servers(3, PROFILE), SHAPE, OPTIONS)
     assert plan.mask is plan.forward.mask is MaskKind.FULL

@@ -202,7 +202,7 @@ def test_backward_pieces_are_long() -> None:
     assert (tasks.q_end - tasks.q_begin)[cut & ~at_home].min() >= 1024
 
 
-def test_nothing_moves_when_all_is_level() -> None:
+def test_nothing_moves_when_all_is_target_load() -> None:
     plan = plan_of(stream_manifest([8192] * 4, 4), in_place(4))
     assert all(forecast.bytes_in.sum() == 0 for forecast in forecasts(plan))
     assert "nothing moves" in plan.reason
@@ -252,7 +252,7 @@ def test_a_server_that_does_not_receive_keeps_only_its_own() -> None:
     )
     for forecast in forecasts(plan_of(manifest, servers)):
         assert forecast.bytes_in[0, 2] == 0
-        # Two servers and the donor share what the fourth may not take.
+        # Two servers and the sender share what the fourth may not take.
         others = np.delete(forecast.seconds[0], 2)
         assert others.max() <= 1.05 * others.mean()
 
@@ -429,4 +429,4 @@ def test_the_reason_says_what_bounds_the_plan() -> None:
     assert "at home" in plan.reason
     assert "bounded by server rank-" in plan.reason
     assert plan.verdict is PlanVerdict.KEPT
-    assert "stopped: no server is more than 0.03 above the level" in plan.reason
+    assert "stopped: no server is more than 0.03 above the target load" in plan.reason

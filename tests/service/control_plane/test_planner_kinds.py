@@ -63,7 +63,7 @@ def test_random_kinds_keep_the_promise_or_no_plan_can(first: int) -> None:
         pytest.param(422, id="giants cut at ranks, half of the servers slow"),
         pytest.param(852, id="documents passed over while rooms were narrow"),
         pytest.param(17, id="an end of 61 tokens on a slow server"),
-        pytest.param(938, id="a giant whose last queries take longer than the level"),
+        pytest.param(938, id="a giant whose last queries take longer than the target load"),
         pytest.param(163, id="a giant whose end lies between two cuts"),
         pytest.param(863, id="long pieces instead of many short ones"),
     ],
@@ -131,7 +131,7 @@ def test_one_long_document_among_tiny_ones(tolerance: float) -> None:
     assert worst_imbalance(plan) <= 1 + tolerance + PROMISE
 
 
-def test_a_document_whose_last_queries_take_longer_than_the_level_is_told() -> None:
+def test_a_document_whose_last_queries_take_longer_than_the_target_load_is_told() -> None:
     manifest = stream_manifest([64 * K] + [16] * 4096, 1024, span=True)
     kind = kind_of(manifest, tolerance=0.02)
     plan = plan_of(kind, kind.tolerance)
@@ -168,7 +168,7 @@ def test_a_plan_that_moves_nothing_is_not_undercut_by_one_that_moves_something()
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(18, id="giants that carving divides with half of the bytes"),
+        pytest.param(18, id="giants that splitting divides with half of the bytes"),
         pytest.param(36, id="few documents over four ranks"),
         pytest.param(48, id="documents alike, half of the servers slow"),
         pytest.param(49, id="a piece that relieves none of those who end last"),

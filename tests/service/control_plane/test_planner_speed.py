@@ -38,7 +38,7 @@ def test_noise_moves_nothing() -> None:
 
 def test_plans_do_not_oscillate() -> None:
     """Plan, measure on servers of other speeds than assumed, correct, plan again: the busiest
-    server's time falls to the level and stays there."""
+    server's time falls to the target load and stays there."""
     manifest = stream_manifest([30_000, 20_000] + [2_000] * 31, 4)
     true_speed = np.array([1.0, 0.5, 1.0, 2.0])
     speeds = np.ones(4)

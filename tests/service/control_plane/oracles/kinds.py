@@ -3,10 +3,10 @@
 A kind draws its servers (2 to 4096, alike or of speeds from 0.1 to 1, on hosts of 1 or 8), tokens
 a rank, tolerance and document lengths: log-normal with light and heavy tails, Pareto, all alike, or
 short ones with a few giants. Documents are cut at the end of a rank or go on on the next ones. The
-promise is that in both phases the busiest server is at most tolerance + 0.02 above the level, the
-time at which all would finish if the plan's tasks could be divided at will; on servers of one speed
-that is the imbalance. A plan that misses it is an exception only where ``makespan_bound`` proves
-that the busiest server is within the promise of the earliest end that any plan can have.
+promise is that in both phases the busiest server is at most tolerance + 0.02 above the target load,
+the time at which all would finish if the plan's tasks could be divided at will; on servers of one
+speed that is the imbalance. A plan that misses it is an exception only where ``makespan_bound``
+proves that the busiest server is within the promise of the earliest end that any plan can have.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class Miss:
     """A phase of a plan that is above the promise.
 
     Attributes:
-        over_level: busiest server's seconds / the level.
+        over_level: busiest server's seconds / the target load.
         seconds_over_bound: busiest server's seconds / the least that any plan takes.
         is_proven: that no plan can keep it.
     """
 
     kind: str
     phase: Phase
-    over_level: float
+    over_target_load: float
     seconds_over_bound: float
     is_proven: bool
 
@@ -144,13 +144,13 @@ def misses_of(kind: Kind, plan: Plan) -> list[Miss]:
         forecast = plan.forecast(phase)
         assert forecast is not None
         seconds = forecast.seconds[0]
-        over_level = float(seconds.max() * kind.speeds.sum() / (seconds @ kind.speeds))
-        if over_level <= most:
+        over_target_load = float(seconds.max() * kind.speeds.sum() / (seconds @ kind.speeds))
+        if over_target_load <= most:
             continue
         lengths = kind.manifest.document_length
         bound = MakespanBound(kind.servers[0].profile, phase, int(lengths.max()))
         over = float(forecast.seconds.max()) / bound.least_seconds(lengths, kind.speeds)
-        misses.append(Miss(kind.name, phase, over_level, over, over <= most))
+        misses.append(Miss(kind.name, phase, over_target_load, over, over <= most))
     return misses
 
 

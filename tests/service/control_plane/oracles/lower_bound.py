@@ -54,10 +54,10 @@ class LeastBytes:
         at = min(int(np.searchsorted(self._pairs, pairs)), GRID - 1)
         return pairs * float(self._per_pair[at])
 
-    def over(self, rooms: Float64Array, pairs: float) -> float:
-        """Least bytes to put ``pairs`` into ``rooms``."""
+    def over(self, headroom: Float64Array, pairs: float) -> float:
+        """Least bytes to put ``pairs`` into ``headroom``."""
         total = 0.0
-        for room in np.sort(rooms)[::-1]:
+        for room in np.sort(headroom)[::-1]:
             taken = min(float(room), pairs)
             if taken <= 0:
                 break

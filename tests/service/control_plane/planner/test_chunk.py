@@ -75,7 +75,7 @@ def test_bounds_of_pairs_per_byte_hold_and_are_reached() -> None:
     assert PAIRS / bytes_of(begin, end, 0) == pytest.approx(RULES.ideal * math.sqrt(PAIRS))
 
 
-def test_cuts_get_finer_only_where_the_level_needs_it() -> None:
+def test_cuts_get_finer_only_where_the_target_load_needs_it() -> None:
     finer = callable_from_python(with_alignment)
     longest = 1 << 17
     enough = ALIGNMENT_TOKENS * longest / 0.005

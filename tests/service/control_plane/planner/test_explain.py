@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from control_plane.planner.bounds import rules_of
-from control_plane.planner.explain import _check_bytes, _why_stopped, over_level, reason, verdict
+from control_plane.planner.explain import (
+    _check_bytes,
+    _why_stopped,
+    over_target_load,
+    reason,
+    verdict,
+)
 from control_plane.planner.fleet import build_fleet
 from control_plane.planner.phase import Outcome
 from control_plane.planner.planning import PlanningOptions
@@ -27,21 +33,29 @@ from tests.support.planning_cases import SHAPE, in_place, pool
 
 OPTIONS = PlanningOptions(tolerance=0.05, max_process_bytes=100)
 STOPPED = Outcome(10.0, 1.0, 1.0, 0.0, 0.0, 10.5, 2e9, 2e9, 4, -1, 0, -1)
-"""Exactly the tolerance above the level."""
+"""Exactly the tolerance above the target load."""
 
 
-def above_level(share: float) -> Outcome:
-    """An outcome whose busiest server is by ``share`` above the level."""
-    busiest = STOPPED.level * (1.0 + share)
-    return STOPPED._replace(busiest=busiest, excess=busiest - STOPPED.level * 1.05)
+def above_target_load(share: float) -> Outcome:
+    """An outcome whose busiest server is by ``share`` above the target load."""
+    busiest = STOPPED.target_load * (1.0 + share)
+    return STOPPED._replace(busiest=busiest, excess=busiest - STOPPED.target_load * 1.05)
 
 
 @pytest.mark.parametrize(
     ("share", "judged", "words"),
     [
-        (0.05, PlanVerdict.KEPT, "no server is more than 0.05 above the level"),
-        (0.06, PlanVerdict.KEPT, "is 0.060 above the level, the tolerance is 0.05; plans may be"),
-        (0.5, PlanVerdict.MISSED, "is 0.500 above the level, the tolerance is missed, 0.05: no"),
+        (0.05, PlanVerdict.KEPT, "no server is more than 0.05 above the target load"),
+        (
+            0.06,
+            PlanVerdict.KEPT,
+            "is 0.060 above the target load, the tolerance is 0.05; plans may be",
+        ),
+        (
+            0.5,
+            PlanVerdict.MISSED,
+            "is 0.500 above the target load, the tolerance is missed, 0.05: no",
+        ),
         (0.5, PlanVerdict.LIMITED, "within the memory and byte limits that are set"),
         (0.5, PlanVerdict.INDIVISIBLE, "no plan can keep it"),
     ],
@@ -49,8 +63,8 @@ def above_level(share: float) -> Outcome:
 def test_the_worst_nano_batch_says_why_it_stopped(
     share: float, judged: PlanVerdict, words: str
 ) -> None:
-    outcomes = [STOPPED, above_level(share), STOPPED]
-    assert over_level(outcomes[1], OPTIONS.tolerance) == pytest.approx(share)
+    outcomes = [STOPPED, above_target_load(share), STOPPED]
+    assert over_target_load(outcomes[1], OPTIONS.tolerance) == pytest.approx(share)
     assert words in _why_stopped(outcomes, OPTIONS, judged)
 
 
@@ -69,7 +83,7 @@ def test_a_miss_is_judged_by_what_is_known_of_why(
     servers = in_place(2, profile=PROFILE, capacity_rows=capacity_rows)
     rules = rules_of(SHAPE, Phase.FORWARD, OPTIONS)
     options = replace(OPTIONS, max_process_bytes=None)
-    outcomes, ends = [STOPPED, above_level(share)], [1, longest]
+    outcomes, ends = [STOPPED, above_target_load(share)], [1, longest]
     assert verdict(servers, outcomes, ends, options, rules, Phase.FORWARD) is expected
 
 

@@ -36,7 +36,7 @@ def fitted(given: Offer, at_end: float, rules: CutRules = RULES) -> tuple[int, i
     return int(begin), int(end)
 
 
-def test_a_chunk_relieves_the_donor_of_its_surplus_and_of_hardly_more() -> None:
+def test_a_chunk_relieves_the_sender_of_its_surplus_and_of_hardly_more() -> None:
     begin, end = fitted(offer(0, 2048, surplus=200_000.0, room=math.inf), 1024.0)
     assert end == 1024
     assert begin % ALIGNMENT == 0

@@ -6,13 +6,13 @@ import numpy as np
 
 from control_plane.planner.board import BEGIN, END, NEXT, SEGMENT, Limits
 from control_plane.planner.fleet import build_fleet
-from control_plane.planner.level import Work
 from control_plane.planner.opening import (
     Opening,
     limits_after_home_work,
     open_board,
     prepare_opening,
 )
+from control_plane.planner.target_load import Work
 from tests.service.control_plane.planner.boards import empty_board, limits, segments_of
 from tests.service.control_plane.planner.compiled_calls import callable_from_python
 from tests.support.planning_cases import in_place, uniform_profile
@@ -32,7 +32,7 @@ def work_of(
     moved = np.flatnonzero(is_homeless[SEGMENTS.rank])
     ones = np.ones(N_RANKS)
     arrays = (ones, np.array(base), np.array(load), ones, is_homeless, moved)
-    return Work(every, *arrays, pairs=1, homeless_pairs=0, level=1)
+    return Work(every, *arrays, pairs=1, homeless_pairs=0, target_load=1)
 
 
 def opening_of(work: Work, *, cap: float = 10.0, everyone: bool = False) -> Opening:

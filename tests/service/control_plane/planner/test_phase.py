@@ -29,7 +29,7 @@ from tests.support.planning_cases import in_place, uniform_profile
 
 LEVEL = 10.0
 PLAN = Outcome(
-    level=LEVEL,
+    target_load=LEVEL,
     scale=1.0,
     work_ratio=1.0,
     raised=0.0,
@@ -127,7 +127,7 @@ def test_planning_again_helps_where_something_moves_and_all_fits() -> None:
     assert final(PLAN._replace(stuck_server=0))
 
 
-def test_a_search_that_gave_up_is_made_again_only_at_a_higher_level() -> None:
+def test_a_search_that_gave_up_is_made_again_only_at_a_higher_target_load() -> None:
     again = callable_from_python(_may_search_again)
     gave_up = PLAN._replace(raised=math.inf)
     assert not again(gave_up, PLAN)

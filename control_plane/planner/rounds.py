@@ -137,7 +137,7 @@ class Bounds(NamedTuple):
         rules: where pieces may be cut.
         limits: what servers may take.
         links: what a byte costs.
-        tolerance: share by which servers may exceed the level.
+        tolerance: share by which servers may exceed the target load.
         n_variants: plans to choose from.
     """
 
@@ -203,10 +203,10 @@ def empty_sheet(table: Timetable, n_servers: int, moved_to: Int64Array) -> Sheet
 
 def outcome_of(row: list[float]) -> Outcome:
     """From a row of ``Sheet.outcomes``."""
-    level, scale, ratio, raised, excess, busiest, spent_bytes, cost, *counts = row
+    target_load, scale, ratio, raised, excess, busiest, spent_bytes, cost, *counts = row
     n_chunks, segment, end, server = map(int, counts)
     return Outcome(
-        level,
+        target_load,
         scale,
         ratio,
         raised,
@@ -238,7 +238,7 @@ class Queue(NamedTuple):
 
 
 @compiled
-def plan_in_turns(
+def plan_in_rounds(
     step: Step, table: Timetable, fleet: Fleet, bounds: Bounds, desk: Desk, sheet: Sheet
 ) -> tuple[Int64Array, Int64Array, int, int]:
     """Plans all units of a half, and fills in ``sheet``.
@@ -637,7 +637,7 @@ def _copy_cuts(cuts: Cuts, its: Int64Array, pieces: Int64Array, moved_to: Int64A
 
 @compiled_leaf
 def _note_outcome(outcome: Outcome, row: Float64Array) -> None:
-    row[0], row[1], row[2] = outcome.level, outcome.scale, outcome.work_ratio
+    row[0], row[1], row[2] = outcome.target_load, outcome.scale, outcome.work_ratio
     row[3], row[4], row[5] = outcome.raised, outcome.excess, outcome.busiest
     row[6], row[7], row[8] = outcome.spent_bytes, outcome.spent_cost, outcome.n_chunks
     row[9], row[10], row[11] = outcome.stuck_segment, outcome.stuck_end, outcome.stuck_server

@@ -1,4 +1,4 @@
-"""Donors: the servers above their cap, those with the most to give first."""
+"""Senders: the servers above their cap, those with the most to give first."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from control_plane.planner.fleet import Fleet
 from control_plane.planner.links import Links
 from core_attention.arrays import Float64Array, Int64Array
 
-N_DONORS, N_VISITS = 0, 1
+N_SENDERS, N_VISITS = 0, 1
 MOST, STRENGTH = 0, 1
 
 FEW_RECEIVERS, MANY_RECEIVERS = 2.0, 4.0
-"""Urgency grows from nothing to all between the two: surplus of the largest donor, in caps. Who
+"""Urgency grows from nothing to all between the two: surplus of the largest sender, in caps. Who
 needs no more than a few receivers finds them anyway."""
 
 
-class Donors(NamedTuple):
+class Senders(NamedTuple):
     """Who is above its cap, by how much.
 
     Attributes:
-        server: ``[n_servers]`` the donors, those that had the most to give first.
-        need: ``[n_servers]`` query-key pairs that a server should give; 0 for all but donors.
-        urgency: ``[n_servers]`` factor on the value of a donor's chunks, falling with the square of
-            what it had to give at first; 0 for those who were no donors yet. Wide rooms go to those
-            who need many: in narrow ones they would repeat their many keys most often, and the
-            busiest rank is one of them. Others lose little in narrow rooms.
+        server: ``[n_servers]`` the senders, those that had the most to give first.
+        need: ``[n_servers]`` query-key pairs that a server should give; 0 for all but senders.
+        urgency: ``[n_servers]`` factor on the value of a sender's chunks, falling with the square
+            of what it had to give at first; 0 for those who were no senders yet. Wide rooms go to
+            those who need many: in narrow ones they would repeat their many keys most often, and
+            the busiest rank is one of them. Others lose little in narrow rooms.
         far: ``[n_servers]`` what a byte of the chunks of each of ``server`` costs between hosts,
             over its urgency.
         bound: ``[n_servers]`` most pairs per byte that each of ``server`` can still give: rooms and
@@ -38,9 +38,9 @@ class Donors(NamedTuple):
             passed by in every search, so they lie in its order.
         visited: ``[n_servers]`` the last search that looked at a server.
         host_first, of_host: the servers of each host: ``of_host[host_first[h]:host_first[h + 1]]``.
-        first: ``[2]`` of the first donors: the most query-key pairs that one had to give, and how
+        first: ``[2]`` of the first senders: the most query-key pairs that one had to give, and how
             much more its chunks count than those of one with next to nothing.
-        counts: ``[2]`` the number of donors, and of searches.
+        counts: ``[2]`` the number of senders, and of searches.
     """
 
     server: Int64Array
@@ -56,8 +56,8 @@ class Donors(NamedTuple):
 
 
 @compiled_inner
-def no_donors(links: Links) -> Donors:
-    """The hosts of all servers; :func:`gather_donors` finds the donors."""
+def no_senders(links: Links) -> Senders:
+    """The hosts of all servers; :func:`gather_senders` finds the senders."""
     n_servers = len(links.server_host)
     host_first = np.zeros(links.server_host.max() + 2, dtype=np.int64)
     for host in links.server_host:
@@ -68,7 +68,7 @@ def no_donors(links: Links) -> Donors:
         host = links.server_host[server]
         of_host[fill[host]] = server
         fill[host] += 1
-    return Donors(
+    return Senders(
         np.empty(n_servers, dtype=np.int64),
         np.zeros(n_servers),
         np.zeros(n_servers),
@@ -83,8 +83,8 @@ def no_donors(links: Links) -> Donors:
 
 
 @compiled_leaf
-def gather_donors(
-    donors: Donors,
+def gather_senders(
+    senders: Senders,
     fleet: Fleet,
     links: Links,
     rules: CutRules,
@@ -102,65 +102,65 @@ def gather_donors(
     for server in range(len(cap)):
         most_cap = max(most_cap, cap[server])
     for server in range(len(load)):
-        donors.need[server] = 0.0
+        senders.need[server] = 0.0
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:
             need = (load[server] - cap[server]) / pair_rate[server]
-            donors.need[server] = need
-            donors.server[n] = server
+            senders.need[server] = need
+            senders.server[n] = server
             n += 1
             most = max(most, need)
             most_caps = max(most_caps, (load[server] - cap[server]) / most_cap)
-    if donors.first[MOST] == 0.0:
+    if senders.first[MOST] == 0.0:
         many = (most_caps - FEW_RECEIVERS) / (MANY_RECEIVERS - FEW_RECEIVERS)
-        donors.first[MOST] = most
-        donors.first[STRENGTH] = urgency * min(max(many, 0.0), 1.0)
+        senders.first[MOST] = most
+        senders.first[STRENGTH] = urgency * min(max(many, 0.0), 1.0)
     for k in range(n):
-        server = donors.server[k]
-        if donors.urgency[server] == 0.0:
-            share = min(donors.need[server] / donors.first[MOST], 1.0)
-            donors.urgency[server] = 1.0 + donors.first[STRENGTH] * share * share
+        server = senders.server[k]
+        if senders.urgency[server] == 0.0:
+            share = min(senders.need[server] / senders.first[MOST], 1.0)
+            senders.urgency[server] = 1.0 + senders.first[STRENGTH] * share * share
         at = k
-        while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
-            donors.server[at] = donors.server[at - 1]
+        while at > 0 and senders.urgency[senders.server[at - 1]] < senders.urgency[server]:
+            senders.server[at] = senders.server[at - 1]
             at -= 1
-        donors.server[at] = server
+        senders.server[at] = server
     if every > 1:
-        n = _sample(donors, n, every)
+        n = _sample(senders, n, every)
     for k in range(n):
-        server = donors.server[k]
-        donors.far[k] = links.far / donors.urgency[server]
-        donors.bound[k] = math.sqrt(donors.need[server]) * rules.ideal
-    donors.counts[N_DONORS] = n
+        server = senders.server[k]
+        senders.far[k] = links.far / senders.urgency[server]
+        senders.bound[k] = math.sqrt(senders.need[server]) * rules.ideal
+    senders.counts[N_SENDERS] = n
 
 
 @compiled_leaf
-def _sample(donors: Donors, n: int, every: int) -> int:
-    """Leaves one in ``every`` of the ``n`` donors, of those with much and with little to give
+def _sample(senders: Senders, n: int, every: int) -> int:
+    """Leaves one in ``every`` of the ``n`` senders, of those with much and with little to give
     alike; returns how many."""
     kept = 0
     for k in range(n):
-        server = donors.server[k]
+        server = senders.server[k]
         if k % every == every // 2:
-            donors.server[kept] = server
+            senders.server[kept] = server
             kept += 1
         else:
-            donors.need[server] = 0.0
+            senders.need[server] = 0.0
     return kept
 
 
 @compiled_leaf
-def has_given(donors: Donors, rules: CutRules, server: int, need: float) -> None:
-    """Notes what a donor that gave a chunk should still give; 0 or less: it is none any more."""
+def has_given(senders: Senders, rules: CutRules, server: int, need: float) -> None:
+    """Notes what a sender that gave a chunk should still give; 0 or less: it is none any more."""
     need = max(need, 0.0)
-    donors.need[server] = need
+    senders.need[server] = need
     at = 0
-    while donors.server[at] != server:
+    while senders.server[at] != server:
         at += 1
-    donors.bound[at] = min(donors.bound[at], math.sqrt(need) * rules.ideal)
+    senders.bound[at] = min(senders.bound[at], math.sqrt(need) * rules.ideal)
     if need > 0.0:
         return
-    last = donors.counts[N_DONORS] - 1
-    donors.counts[N_DONORS] = last
+    last = senders.counts[N_SENDERS] - 1
+    senders.counts[N_SENDERS] = last
     for k in range(at, last):
-        donors.server[k] = donors.server[k + 1]
-        donors.far[k], donors.bound[k] = donors.far[k + 1], donors.bound[k + 1]
+        senders.server[k] = senders.server[k + 1]
+        senders.far[k], senders.bound[k] = senders.far[k + 1], senders.bound[k + 1]

@@ -15,7 +15,7 @@ from control_plane.planner.compiled import compiled_inner, compiled_leaf
 from core_attention.arrays import Float64Array, Int64Array
 
 
-class Rooms(NamedTuple):
+class Headroom(NamedTuple):
     """A binary heap.
 
     Attributes:
@@ -30,44 +30,44 @@ class Rooms(NamedTuple):
 
 
 @compiled_inner
-def no_rooms(n_servers: int) -> Rooms:
+def no_headroom(n_servers: int) -> Headroom:
     """An empty heap for ``n_servers``."""
-    return Rooms(np.empty(n_servers), np.empty(n_servers, dtype=np.int64), np.zeros(1, np.int64))
+    return Headroom(np.empty(n_servers), np.empty(n_servers, dtype=np.int64), np.zeros(1, np.int64))
 
 
 @compiled_leaf
-def push_room(rooms: Rooms, server: int, room: float) -> None:
+def push_headroom(headroom: Headroom, server: int, room: float) -> None:
     """Adds a server, which must not be on the heap."""
-    at = rooms.size[0]
-    rooms.size[0] = at + 1
+    at = headroom.size[0]
+    headroom.size[0] = at + 1
     while at > 0:
         above = (at - 1) // 2
-        if not _goes_first(room, server, rooms.room[above], rooms.server[above]):
+        if not _goes_first(room, server, headroom.room[above], headroom.server[above]):
             break
-        rooms.room[at], rooms.server[at] = rooms.room[above], rooms.server[above]
+        headroom.room[at], headroom.server[at] = headroom.room[above], headroom.server[above]
         at = above
-    rooms.room[at], rooms.server[at] = room, server
+    headroom.room[at], headroom.server[at] = room, server
 
 
 @compiled_leaf
-def pop_room(rooms: Rooms) -> int:
+def pop_headroom(headroom: Headroom) -> int:
     """Removes the server with the most room."""
-    server = rooms.server[0]
-    last = rooms.size[0] - 1
-    rooms.size[0] = last
+    server = headroom.server[0]
+    last = headroom.size[0] - 1
+    headroom.size[0] = last
     if last > 0:
-        _sink(rooms.room, rooms.server, last, rooms.server[last], rooms.room[last])
+        _sink(headroom.room, headroom.server, last, headroom.server[last], headroom.room[last])
     return int(server)
 
 
 @compiled_leaf
-def change_top(rooms: Rooms, room: float) -> None:
+def change_top(headroom: Headroom, room: float) -> None:
     """Gives the server with the most room a smaller one."""
-    _sink(rooms.room, rooms.server, rooms.size[0], rooms.server[0], room)
+    _sink(headroom.room, headroom.server, headroom.size[0], headroom.server[0], room)
 
 
 @compiled_leaf
-def _sink(rooms: Float64Array, servers: Int64Array, size: int, server: int, room: float) -> None:
+def _sink(headroom: Float64Array, servers: Int64Array, size: int, server: int, room: float) -> None:
     """Puts a server at the top and lets it sink to its place."""
     at = 0
     while True:
@@ -75,13 +75,15 @@ def _sink(rooms: Float64Array, servers: Int64Array, size: int, server: int, room
         if below >= size:
             break
         right = below + 1
-        if right < size and _goes_first(rooms[right], servers[right], rooms[below], servers[below]):
+        if right < size and _goes_first(
+            headroom[right], servers[right], headroom[below], servers[below]
+        ):
             below = right
-        if not _goes_first(rooms[below], servers[below], room, server):
+        if not _goes_first(headroom[below], servers[below], room, server):
             break
-        rooms[at], servers[at] = rooms[below], servers[below]
+        headroom[at], servers[at] = headroom[below], servers[below]
         at = below
-    rooms[at], servers[at] = room, server
+    headroom[at], servers[at] = room, server
 
 
 @compiled_leaf

@@ -1,4 +1,4 @@
-"""The level: the time at which all servers would finish if work could be divided at will."""
+"""The target load: the time at which all servers would finish if work could be divided at will."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core_attention.arrays import Float64Array, Int64Array
 
 BISECTIONS = 50
 CONVERGED = 1e-12
-"""Relative excess at which a level counts as found."""
+"""Relative excess at which a target load counts as found."""
 LARGEST_GROWTH = 1.3
 """Bounds of the estimate; it is corrected by planning again where it is far off."""
 
@@ -37,8 +37,8 @@ class Work(NamedTuple):
         homeless: the segments of these ranks, in the order in which they are placed.
         pairs: all work, in query-key pairs at typical rates.
         homeless_pairs: that of ranks without a server.
-        level: seconds, base loads included, in which all servers would finish if work could be
-            divided at will and pieces ran at the rates of whole documents.
+        target_load: seconds, base loads included, in which all servers would finish if work could
+            be divided at will and pieces ran at the rates of whole documents.
     """
 
     receives: BoolArray
@@ -50,7 +50,7 @@ class Work(NamedTuple):
     homeless: Int64Array
     pairs: float
     homeless_pairs: float
-    level: float
+    target_load: float
 
 
 @compiled_inner
@@ -77,7 +77,7 @@ def weigh(segments: Segments, home: HomeWork, fleet: Fleet, phase: int) -> Work:
     pairs += homeless_pairs
     receives = fleet.receives & (fleet.speed > 0.0)
     base = fleet.base[phase]
-    level = find_level(base, load, pairs, homeless_pairs, pair_rate, receives)
+    target_load = find_target_load(base, load, pairs, homeless_pairs, pair_rate, receives)
     homeless = _by_end(segments, is_homeless)
     return Work(
         receives,
@@ -89,16 +89,16 @@ def weigh(segments: Segments, home: HomeWork, fleet: Fleet, phase: int) -> Work:
         homeless,
         pairs,
         homeless_pairs,
-        level,
+        target_load,
     )
 
 
 @compiled_inner
-def level_of_growth(work: Work, fleet: Fleet, growth: float) -> float:
-    """The level if all work took ``growth`` times as long."""
+def target_load_of_growth(work: Work, fleet: Fleet, growth: float) -> float:
+    """The target load if all work took ``growth`` times as long."""
     if not fleet.is_based:
-        return work.level * growth
-    return find_level(
+        return work.target_load * growth
+    return find_target_load(
         work.base,
         work.load * growth,
         work.pairs * growth,
@@ -143,7 +143,7 @@ def typical_pair_seconds(mean_end: float, fleet: Fleet, phase: int) -> Float64Ar
 
 
 @compiled_inner
-def find_level(
+def find_target_load(
     base: Float64Array,
     load: Float64Array,
     pairs: float,
@@ -162,8 +162,8 @@ def find_level(
         receives: ``[n_servers]``; the others do their own rank's work or less.
 
     Returns:
-        The level in seconds, base included and never below the largest base, which the slot takes
-        whatever is planned; infinity if nobody can take the homeless work.
+        The target load in seconds, base included and never below the largest base, which the slot
+        takes whatever is planned; infinity if nobody can take the homeless work.
     """
     per_second = np.zeros(len(base))
     pairs_per_second, n_others = _fill_per_second(pair_rate, receives, load, per_second)
@@ -177,7 +177,7 @@ def find_level(
         return np.inf
     high += most_base
     if n_others == 0:
-        return max(_level_of_takers(base, pairs, pair_rate, per_second, high), most_base)
+        return max(_target_load_of_takers(base, pairs, pair_rate, per_second, high), most_base)
     others = np.flatnonzero(~receives & (load > 0.0))
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
@@ -231,7 +231,7 @@ def _smallest(values: Float64Array) -> float:
 
 
 @compiled_leaf
-def _level_of_takers(
+def _target_load_of_takers(
     base: Float64Array,
     pairs: float,
     pair_rate: Float64Array,
@@ -239,32 +239,33 @@ def _level_of_takers(
     high: float,
 ) -> float:
     """When those who receive have done ``pairs``, at most ``high``. What they can do until a time
-    is convex in it, so Newton's steps come down to the level and never fall below.
+    is convex in it, so Newton's steps come down to the target load and never fall below.
 
     Args:
         per_second: of ``_fill_per_second``.
     """
-    level = high
+    target_load = high
     for _ in range(BISECTIONS):
         capacity = pairs_per_second = 0.0
         for s in range(len(base)):
-            if level > base[s] and per_second[s] > 0.0:
-                capacity += (level - base[s]) / pair_rate[s]
+            if target_load > base[s] and per_second[s] > 0.0:
+                capacity += (target_load - base[s]) / pair_rate[s]
                 pairs_per_second += per_second[s]
         if capacity <= pairs * (1.0 + CONVERGED):
             break
-        level -= (capacity - pairs) / pairs_per_second
-    return level
+        target_load -= (capacity - pairs) / pairs_per_second
+    return target_load
 
 
 @compiled_leaf
 def expected_growth(work: Work, fleet: Fleet, rules: CutRules) -> float:
-    """By which factor all work grows (or shrinks) when what lies above the level runs in chunks of
-    the cheapest shape, each as large as the level, cut out of each server's longest document."""
+    """By which factor all work grows (or shrinks) when what lies above the target load runs in
+    chunks of the cheapest shape, each as large as the target load, cut out of each server's longest
+    document."""
     grown = work.pairs
-    room = work.level - _smallest(work.base)
+    room = work.target_load - _smallest(work.base)
     for s in range(len(work.load)):
-        own_room = work.level - work.base[s]
+        own_room = work.target_load - work.base[s]
         if work.load[s] <= own_room:
             continue
         profile, longest = fleet.profile[s], work.longest[s]
