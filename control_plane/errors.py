@@ -1,4 +1,4 @@
-"""Why the control plane refuses a request. ``status.py`` maps each to a gRPC status."""
+"""The refusals of the control plane. ``status.py`` maps each to a gRPC status."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ _SERVICES = (
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
-"""What the health service answers for, besides the process as a whole."""
+"""The services of the health check, besides the process as a whole."""
 
 _ASK_SECONDS = default_seconds("ask_seconds")
 
@@ -80,7 +80,7 @@ _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS) -> None:
-    """Serves until SIGTERM or SIGINT, then tells members and stops.
+    """Serve until SIGTERM or SIGINT, then inform members and stop.
 
     Raises:
         KeyboardInterrupt: it was SIGINT; after that.
@@ -338,7 +338,7 @@ class ControlPlane:
 
 
 def _goes_on(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the loop still takes its turns; asked from other threads."""
+    """Return whether the loop still takes its turns; asked from other threads."""
     its_turn = threading.Event()
     try:
         loop.call_soon_threadsafe(its_turn.set)

@@ -1,4 +1,4 @@
-"""What the operator of a control plane may choose; validated on creation.
+"""The settings of a control plane; validated on creation.
 
 Fields with a help text are command-line options of ``distca control-plane``, which is built from
 these classes; importing this module is cheap.
@@ -110,7 +110,7 @@ class CoordinatorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessSettings:
-    """What one caller may ask for, and what shows that it is a job's rank. Without mTLS a caller's
+    """The limits of one caller, and its proof to be a job's rank. Without mTLS a caller's
     identity is its host.
 
     Attributes:
@@ -217,7 +217,7 @@ class ControlPlaneSettings:
 
     @property
     def authenticates(self) -> bool:
-        """Whether callers must show a certificate."""
+        """Return whether callers must show a certificate."""
         return self.tls is not None and self.tls.client_ca_file is not None
 
     def __post_init__(self) -> None:

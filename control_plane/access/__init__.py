@@ -1,1 +1,1 @@
-"""Who may call what, how often and how many at a time."""
+"""The limits of callers: methods, rates and numbers at a time."""

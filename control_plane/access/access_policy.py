@@ -1,4 +1,4 @@
-"""Who may call what: for every method the roles, the callers that need a job's token, and limits.
+"""The rules of access: for every method the roles, the callers that need a job's token, limits.
 
 A method that is not in the table is refused, and a test compares the table with the protocol.
 """
@@ -27,7 +27,7 @@ _WATCHERS = frozenset({Role.OPERATOR, Role.READ_ONLY})
 
 @dataclass(frozen=True, kw_only=True)
 class MethodPolicy:
-    """Who may call a method.
+    """A method's callers.
 
     Attributes:
         roles: who may call it.
@@ -89,4 +89,4 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         "/grpc.health.v1.Health/Watch": _HEALTH,
     }
 )
-"""By full method name, as gRPC gives it."""
+"""The rules by full method name, as gRPC gives it."""

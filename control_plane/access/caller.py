@@ -1,4 +1,4 @@
-"""Who calls: read from the connection, which the TLS handshake has vouched for."""
+"""The caller: read from the connection, which the TLS handshake has vouched for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distca.contract.tokens import JOB_TOKEN_KEY
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who makes a call.
+    """The maker of a call.
 
     Attributes:
         identity: what the certificate says; None without one, or without an identity in it.
@@ -36,8 +36,8 @@ class Caller:
 
     @property
     def sees_addresses(self) -> bool:
-        """Whether it may be told where servers listen: the ranks of a job, operators, and without
-        mTLS everybody."""
+        """Return whether it may learn where servers listen: the ranks of a job, operators, and
+        without mTLS everybody."""
         return self.identity is None or self.identity.role in (Role.TRAINER, Role.OPERATOR)
 
     @property

@@ -30,7 +30,8 @@ class FairThreads:
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, owner: str, work: Callable[..., Result], *args: object) -> Result:
-        """What ``work(*args)`` returns or raises, after what ``owner`` has asked for before."""
+        """Return what ``work(*args)`` returns or raises, after what ``owner`` has asked for
+        before."""
         async with self._places.setdefault(owner, asyncio.Semaphore(self._n)):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 

@@ -66,7 +66,7 @@ class JobKeys:
         return hmac.digest(self._secret, message, "sha256")
 
     def proved(self, job_id: str, *, owner: str, rank: int, token: bytes | None) -> bytes:
-        """The key of a job that this process may never have heard of, for a rank that comes back
+        """The key of a job that this process may not know, for a rank that comes back
         to it after a restart and shows its token.
         """
         if token is None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_CALLERS = 4096
-"""Callers that are told apart; the one that was idle longest is forgotten first."""
+"""Callers with a rate of their own; the one that was idle longest is forgotten first."""
 
 
 @dataclass

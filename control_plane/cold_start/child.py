@@ -51,7 +51,7 @@ def end_with_parent() -> None:
 
 
 def how_it_ended(process: subprocess.Popen[bytes], stderr: bytes = b"") -> str:
-    """In words: exit code or signal, and the last line of ``stderr``."""
+    """Describe the end: exit code or signal, and the last line of ``stderr``."""
     code = process.wait()
     how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     lines = stderr.decode(errors="replace").strip().splitlines()

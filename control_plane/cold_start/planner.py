@@ -29,7 +29,7 @@ END_SECONDS = 5.0
 
 
 class PlannerState(StrEnum):
-    """How a planner runs.
+    """The ways in which a planner runs.
 
     Attributes:
         IDLE: nobody has asked for it.
@@ -153,7 +153,7 @@ class ColdPlanner:
             )
 
     def _obtain_code(self) -> bool:
-        """Whether the machine code is loaded."""
+        """Return whether the machine code is loaded."""
         if not compiled.has_cache():
             logger.warning(
                 "no folder can keep machine code, not even a temporary one: planner %s is compiled "

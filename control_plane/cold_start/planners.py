@@ -47,7 +47,7 @@ class ColdPlanners:
             self._cold[name].start()
 
     def state(self, name: str) -> PlannerState:
-        """How planner ``name`` runs; one that is plain Python counts as compiled."""
+        """The state of planner ``name``; one that is plain Python counts as compiled."""
         return self._cold[name].state if name in self._cold else PlannerState.COMPILED
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from control_plane.cold_start.child import end_with_parent
 from control_plane.planner.planners import PLANNERS
 
 NOTE = "planned uncompiled, while the planner's machine code is compiled"
-"""What the reason of such a plan ends with."""
+"""The end of such a plan's reason."""
 
 
 def main() -> None:

@@ -247,7 +247,7 @@ class Coordinator:
         return [(member, now - member.renewed_at) for member in self._membership.members()]
 
     def pool_transports(self) -> list[str]:
-        """What the pool servers that take new work use, sorted, each once."""
+        """The transports of pool servers that take new work, sorted, each once."""
         return self._membership.pool_transports()
 
     def jobs(self) -> list[Job]:
@@ -312,7 +312,7 @@ class Coordinator:
         self._recoveries.rank_left(job, rank)
 
     def manifest_bytes(self, owner: str) -> int:
-        """What the manifests that are kept for the jobs of ``owner`` come to."""
+        """The bytes of the manifests that are kept for the jobs of ``owner``."""
         return self._jobs.manifest_bytes(owner)
 
     def submit_manifest(
@@ -457,7 +457,7 @@ class Coordinator:
         return self._jobs.get(job_id)
 
     def sweep(self) -> None:
-        """Acts on the leases that have run out; on none while nobody at all is heard."""
+        """Act on the leases that have run out; on none while no member calls at all."""
         now = self._clock()
         if self._isolation.is_isolated(self._n_leases, now=now):
             return
@@ -577,8 +577,8 @@ class Coordinator:
         return [members for members in choices if members]
 
     def _still_serve(self, members: Sequence[Member], serving: frozenset[str]) -> bool:
-        """Whether those of ``members`` that are in ``serving`` may still be given work. A draining
-        in-place server may: its own rank's."""
+        """Return whether those of ``members`` that are in ``serving`` may still be given work. A
+        draining in-place server may: its own rank's."""
         return all(
             self._membership.is_live(member)
             and (member.in_place is not None or not member.draining)
@@ -587,7 +587,7 @@ class Coordinator:
         )
 
     def _publish(self, job: Job, publication: Publication) -> None:
-        """A step has been planned: stores it and tells the job's ranks and the step's servers."""
+        """Store a planned step and send it to the job's ranks and the step's servers."""
         record, planned_at = publication.record, time.monotonic()
         try:
             more = job.more_bytes(record.step, publication.plan_bytes)
@@ -630,7 +630,7 @@ class Coordinator:
         self._recoveries.advance(job)
 
     def _fence(self, member: Member) -> FencedError:
-        """Takes the lease of a server that lives and does no work; what to tell it."""
+        """Take the lease of a server that lives and does no work; returns the error for it."""
         load = member.load
         error = FencedError(
             f"server {member.server_id} has had {load.queued_tasks} tasks ready and has finished "
@@ -651,7 +651,7 @@ class Coordinator:
         self._members_changed()
 
     def _close(self, job: Job, error: str) -> None:
-        """Closes ``job`` and tells all who know it."""
+        """Close ``job`` and inform its members."""
         error = plain(error, MAX_REASON_CHARACTERS)
         if error:
             logger.warning("job %s closed: %s", job.job_id, error)

@@ -1,4 +1,4 @@
-"""Who watches for events, and the telling of them."""
+"""The event streams of ranks and servers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EventStreams:
 
     @property
     def is_watched(self) -> bool:
-        """Whether any member has an open stream."""
+        """Return whether any member has an open stream."""
         return bool(len(self._ranks) or len(self._servers))
 
     def discard(self, key: RankKey | str, subscription: Subscription) -> bool:

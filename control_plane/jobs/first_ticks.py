@@ -1,4 +1,5 @@
-"""Where a plan that replaces another takes up each document; docs/fault_tolerance.md says why."""
+"""The tick at which a plan that replaces another takes up each document; docs/fault_tolerance.md
+says why."""
 
 from __future__ import annotations
 

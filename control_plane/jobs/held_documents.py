@@ -1,4 +1,4 @@
-"""Which documents a rank holds in a step, to compare with what others hold."""
+"""The documents that a rank holds in a step, to compare with those of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def held_documents(manifest: RankManifest) -> bytes:
 
 
 def shown_lengths(manifest: RankManifest) -> str:
-    """What a rank holds, in words, without the end of what is long."""
+    """Describe the documents of a rank, without the end of a long list."""
     lengths: Sequence[int] = [s.length for s in chain.from_iterable(manifest.nano_batches)]
     more = f" and {len(lengths) - SHOWN} more" if len(lengths) > SHOWN else ""
     return f"segments of lengths {list(lengths[:SHOWN])}{more}"

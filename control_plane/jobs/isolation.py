@@ -1,4 +1,4 @@
-"""Whether the control plane hears anybody at all. Pure state: the time comes in.
+"""A check that calls reach the control plane at all. Pure state: the time comes in.
 
 Members send signs of life every third of a lease. If none of several has been heard for longer than
 half a lease, it is not they who are gone: this process was stopped, or its network was cut. It then
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class IsolationDetector:
-    """When a member was last heard.
+    """The time of the last call of any member.
 
     Args:
         lease_seconds: how long a lease runs.
@@ -21,12 +21,12 @@ class IsolationDetector:
         self._heard_at = now
 
     def heard(self, *, now: float) -> float:
-        """A member has called; returns for how long nobody was heard, 0.0 if that is no wonder."""
+        """Note a call; returns the seconds without any, 0.0 if that is no wonder."""
         silent_seconds = now - self._heard_at
         self._heard_at = now
         return silent_seconds if silent_seconds > self._patience_seconds else 0.0
 
     def is_isolated(self, n_members: int, *, now: float) -> bool:
-        """Whether it is rather this process than all ``n_members`` that is cut off. One alone may
-        well be gone."""
+        """Return whether it is rather this process than all ``n_members`` that is cut off. One
+        alone may well be gone."""
         return n_members > 1 and now - self._heard_at > self._patience_seconds

@@ -37,12 +37,12 @@ from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
 
 SEGMENT_BYTES = 512
-"""What a segment of a manifest comes to, with the plan and the slices that it becomes; a test
+"""The bytes of a segment of a manifest, with the plan and the slices that it becomes; a test
 measures it."""
 
 
 def kept_bytes(manifest: RankManifest) -> int:
-    """What ``manifest`` comes to, with its part of the plan and of the slices that it becomes."""
+    """The bytes of ``manifest``, with its part of the plan and of the slices that it becomes."""
     return SEGMENT_BYTES * (1 + len(manifest.columns.length))
 
 
@@ -115,7 +115,7 @@ class Job:
         self._finished_step = -1
 
     def has_place_for(self, spec: JobSpec, rank: int, *, replace: bool) -> bool:
-        """Whether ``rank`` joins this job; if not, it opens the next one of the name.
+        """Return whether ``rank`` joins this job; if not, it opens the next one of the name.
 
         The name is this job's while all ranks that have joined watch. Where one is silent since its
         stream broke, or is to come back, processes are gone, and what asks is their successor. So
@@ -187,7 +187,7 @@ class Job:
         return True
 
     def renew_all(self, *, now: float) -> None:
-        """All leases begin anew."""
+        """Begin all leases again."""
         self._leases.renew_all(now=now)
 
     def lease(self, lease_id: str, *, now: float) -> RankLease:
@@ -213,7 +213,7 @@ class Job:
 
     @property
     def manifest_bytes(self) -> int:
-        """What the manifests of the steps that are kept come to: pending, ready and planned."""
+        """The bytes of the manifests of pending, ready and planned steps."""
         kept = self._pending.keys() | self._ready.keys() | self._planned.keys()
         self._manifest_bytes = {
             step: nbytes for step, nbytes in self._manifest_bytes.items() if step in kept
@@ -261,7 +261,7 @@ class Job:
         self._manifest_bytes[step] = self._manifest_bytes.get(step, 0) + nbytes
 
     def more_bytes(self, step: int, plan_bytes: int) -> int:
-        """By how much the slices of a step come to more than was thought when its manifests came:
+        """The bytes by which the slices of a step exceed the estimate made when its manifests came:
         where many members hold pieces of one document, each is told of all."""
         return max(plan_bytes - self._manifest_bytes.get(step, 0), 0)
 
@@ -386,7 +386,7 @@ class Job:
             )
 
     def others_may_run(self, step: int, rank: int) -> bool:
-        """Whether a rank other than ``rank`` may still be running the planned ``step``."""
+        """Return whether a rank other than ``rank`` may still be running the planned ``step``."""
         return step in self._planned and any(
             last < step
             for other, last in self._last_reported.items()
@@ -448,7 +448,7 @@ class Job:
         return [record for record in self.unfinished_steps() if record.step not in self._ready]
 
     def names_server(self, server_id: str) -> bool:
-        """Whether a plan that counts, of a step that is not finished, has a task for it."""
+        """Return whether a plan that counts, of a step that is not finished, has a task for it."""
         return any(server_id in record.serving for record in self.steps_to_tell())
 
     def take_finished(self) -> int | None:
@@ -551,7 +551,7 @@ class Job:
         return sorted({*self._leases.joined, *self._leases.left})
 
     def has_left(self, rank: int) -> bool:
-        """Whether ``rank`` has left; others may still finish their steps."""
+        """Return whether ``rank`` has left; others may still finish their steps."""
         return rank in self._leases.left
 
     @property
@@ -566,13 +566,13 @@ class Job:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether no plan is made now: a recovery runs, or one is to come first, because the job
-        was opened under another control plane."""
+        """Return whether no plan is made now: a recovery runs, or one is to come first, because the
+        job was opened under another control plane."""
         return self.recovery.runs or (self.is_resumed and not self.recovery.began)
 
     @property
     def epoch(self) -> int:
-        """Of the plans that are made now."""
+        """The epoch of the plans that are made now."""
         return self.recovery.epoch
 
     @property
@@ -592,7 +592,7 @@ class Job:
 
     @property
     def pending_steps(self) -> dict[int, list[int]]:
-        """Of each pending step, in order, the ranks whose manifest is missing, the first
+        """The ranks whose manifest is missing, of each pending step in order, the first
         :data:`~control_plane.jobs.step.MAX_MISSING` of them."""
         return {
             step: self._pending[step].missing(self.spec.n_ranks) for step in sorted(self._pending)
@@ -605,7 +605,7 @@ class Job:
 
     @property
     def _gathers(self) -> bool:
-        """Whether ranks are still to join for the first time."""
+        """Return whether ranks are still to join for the first time."""
         return not self.is_resumed and self._leases.gather
 
     def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
@@ -667,7 +667,7 @@ class Job:
         )
 
     def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
-        """By rank: what it has told; nothing is owed to a rank that is without the step."""
+        """The last progress of each rank. Ranks without the step have nothing outstanding."""
         n_nano_batches, without = self.spec.n_nano_batches, self._without(ready, answers)
         all_ticks = (self._lane_ticks(ready),) * n_nano_batches
         none = StepProgress(step=ready.step, complete_ticks=(0,) * n_nano_batches)
@@ -725,6 +725,6 @@ class Job:
 
 
 def _is_begun(step: int, answers: Answers) -> bool:
-    """Whether a rank has run ticks of ``step`` under a plan that is not known here."""
+    """Return whether a rank has run ticks of ``step`` under a plan that is not known here."""
     told = [steps[step] for steps in answers.values() if step in steps]
     return any(progress.done or any(progress.complete_ticks) for progress in told)

@@ -25,5 +25,6 @@ def name_of(job_id: str) -> str:
 
 
 def is_later(job_id: str, other: str) -> bool:
-    """Whether a job was opened later than another one of its name. Both are ids of real jobs."""
+    """Return whether a job was opened later than another one of its name. Both are ids of real
+    jobs."""
     return int(job_id.rpartition("-")[2], 16) > int(other.rpartition("-")[2], 16)

@@ -1,4 +1,4 @@
-"""What all ranks of a job agree on."""
+"""The terms that all ranks of a job agree on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_RANKS = 2**16
 
 
 class Placement(IntEnum):
-    """Which servers a job uses. Numbered as in ``distca/v1/jobs.proto``."""
+    """The servers that a job uses. Numbered as in ``distca/v1/jobs.proto``."""
 
     POOL = 1
     IN_PLACE = 2
@@ -36,7 +36,7 @@ class Placement(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What all ranks of a job agree on.
+    """The terms that all ranks of a job agree on.
 
     Attributes:
         name: of the job; one open job has it at a time.
@@ -93,7 +93,7 @@ class JobSpec:
 
     @property
     def scale(self) -> float:
-        """What multiplies q.k before the softmax."""
+        """The factor on q.k before the softmax."""
         return self.softmax_scale or self.shape.default_softmax_scale
 
     def differences(self, other: JobSpec) -> str:

@@ -39,7 +39,7 @@ class Jobs:
         self._closed: OrderedDict[str, str] = OrderedDict()
 
     def check_room(self, spec: JobSpec, owner: str) -> None:
-        """Whether ``owner`` may open one more job, of ``spec``."""
+        """Check that ``owner`` may open one more job, of ``spec``."""
         who = owner or "without certificates all"
         jobs = self._of(owner)
         if len(jobs) >= self._max_jobs:
@@ -70,7 +70,7 @@ class Jobs:
                 )
 
     def manifest_bytes(self, owner: str) -> int:
-        """What the manifests that are kept for the jobs of ``owner`` come to."""
+        """The bytes of the manifests that are kept for the jobs of ``owner``."""
         return sum(job.manifest_bytes for job in self._of(owner))
 
     def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:

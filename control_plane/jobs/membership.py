@@ -1,4 +1,4 @@
-"""Who serves: attention servers and their leases.
+"""The attention servers and their leases.
 
 A pure state machine: the time comes in with every call, in seconds of any clock that never goes
 back; there is no I/O. Pool servers hold a lease of their own. An in-place server shares the lease
@@ -31,7 +31,7 @@ REMEMBERED_RANKS = 256
 """Lost ranks that are remembered of each server."""
 
 MAX_HOST_CHARACTERS = 253
-"""Of a DNS name (RFC 1035)."""
+"""The longest DNS name (RFC 1035)."""
 
 _MAX_DEVICE_CHARACTERS = 128
 _MAX_CALL_CHARACTERS = 200
@@ -61,7 +61,7 @@ def checked_text(name: str, value: str, *, longest: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDescription:
-    """What a server is and can do.
+    """A server's identity and abilities.
 
     Attributes:
         server_id: unique in the control plane.
@@ -112,7 +112,8 @@ class ServerDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLoad:
-    """What a server reported with its last heartbeat; see ``ServerLoad`` in membership.proto."""
+    """The load that a server reported with its last heartbeat; see ``ServerLoad`` in
+    membership.proto."""
 
     queued_tasks: int = 0
     open_ticks: int = 0
@@ -168,7 +169,7 @@ class Member:
         return self.description.server_id
 
     def reaches(self, transport: str) -> bool:
-        """Whether ranks that use ``transport`` can reach it; either may not have said."""
+        """Return whether ranks that use ``transport`` can reach it; either may not have said."""
         return not transport or self.description.transport in ("", transport)
 
 
@@ -237,7 +238,7 @@ class Membership:
         return found
 
     def renew_all(self, *, now: float) -> None:
-        """All leases begin anew."""
+        """Begin all leases again."""
         for member in self._by_id.values():
             member.renewed_at = now
 
@@ -324,7 +325,7 @@ class Membership:
         return [m for m in self.members() if m.in_place is None and not m.draining]
 
     def pool_transports(self) -> list[str]:
-        """What the pool servers that take new work use, sorted, each once."""
+        """The transports of pool servers that take new work, sorted, each once."""
         return sorted({m.description.transport for m in self.pool()} - {""})
 
     def in_place_of(self, job_id: str) -> list[Member]:
@@ -347,7 +348,7 @@ class Membership:
         return told
 
     def is_live(self, member: Member) -> bool:
-        """Whether ``member`` still holds the lease that it had."""
+        """Return whether ``member`` still holds the lease that it had."""
         return self._by_lease.get(member.lease_id) is member
 
     def _add(self, member: Member) -> Member:

@@ -16,7 +16,7 @@ from core_attention.pipelining import Pipelining
 
 
 def difference_of_stages(pipelining: Pipelining, manifests: Mapping[int, RankManifest]) -> str:
-    """Who holds documents that no rank with the first stages holds, in words; empty if nobody.
+    """Describe a rank with documents that no rank with the first stages holds; empty if none.
 
     Which ranks are of one pipeline is not known: only their places are.
 

@@ -1,4 +1,4 @@
-"""Which of a server's cost profiles a job is planned with."""
+"""The choice of a server's cost profile for a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core_attention.errors import ProfileError
 from core_attention.shape import AttentionShape
 
 NOMINAL_FLOPS = 1e12
-"""Of a server that measured nothing. Where all are alike, plans do not depend on it."""
+"""The profile of a server that measured nothing. Where all are alike, plans do not depend on it."""
 
 
 def profile_for(profiles: Sequence[CostProfile], shape: AttentionShape) -> CostProfile:

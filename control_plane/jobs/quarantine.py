@@ -43,10 +43,11 @@ class Quarantine:
         return seconds
 
     def clear(self, server_id: str) -> None:
-        """The server has registered anew: what was known of it is of no use any more."""
+        """Forget a server's failures, since it has registered again."""
         self._terms.pop(server_id, None)
 
     def holds(self, server_id: str, *, heard_at: float, now: float) -> bool:
-        """Whether ``server_id``, of which the control plane heard at ``heard_at``, is left out."""
+        """Return whether ``server_id``, of which the control plane heard at ``heard_at``, is left
+        out."""
         term = self._terms.get(server_id)
         return term is not None and (now < term.until or heard_at <= term.begin)

@@ -1,4 +1,4 @@
-"""Which ranks of a job are there: leases, ranks that have left, ranks that are to come back.
+"""The ranks of a job: leases, ranks that have left, ranks that are to come back.
 
 Pure state: the time comes in.
 """
@@ -37,23 +37,23 @@ class RankLease:
 
     @property
     def is_away(self) -> bool:
-        """Whether its stream of events has broken, and it has opened no other."""
+        """Return whether its stream of events has broken, and it has opened no other."""
         return self.away_since is not None
 
     def broken_for(self, now: float) -> float:
-        """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
+        """The seconds without a call since its stream broke; 0.0 if it has called."""
         since = self.away_since
         return 0.0 if since is None or not self.is_silent else now - since
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has not been heard since its stream broke."""
+        """Return whether it has not been heard since its stream broke."""
         return self.away_since is not None and self.heard_at <= self.away_since
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a rank whose stream of events has broken may take to be heard again.
+    """The time in which a rank whose stream of events has broken must call again.
 
     Attributes:
         broken_seconds: if nothing else is known of it.
@@ -66,7 +66,7 @@ class Patience:
     lost: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, lease: RankLease) -> float:
-        """For the rank of ``lease``."""
+        """The seconds for the rank of ``lease``."""
         told_at = self.lost.get(lease.rank, -math.inf)
         is_lost = lease.away_since is not None and told_at > lease.away_since - _SAME_TIME_SECONDS
         return min(self.broken_seconds, self.lost_seconds) if is_lost else self.broken_seconds
@@ -96,7 +96,8 @@ class RankLeases:
         self.absent = set(absent)
 
     def why_taken(self, rank: int) -> str | None:
-        """Why ``rank`` cannot join for the first time; None if it can. One that has joined and
+        """The reason why ``rank`` cannot join for the first time; None if it can. One that has
+        joined and
         never watched gives its place up: its process is gone, or did not get the answer."""
         self._check_rank(rank)
         if rank in self.absent:
@@ -129,7 +130,7 @@ class RankLeases:
         self._give(rank, host, lease_id, now)
 
     def renew(self, lease_id: str, *, now: float) -> None:
-        """A rank has called: its lease begins anew."""
+        """Begin a rank's lease again, as it has called."""
         lease = self.get(lease_id, now=now)
         lease.renewed_at = lease.heard_at = now
 
@@ -144,7 +145,7 @@ class RankLeases:
         return lease
 
     def renew_all(self, *, now: float) -> None:
-        """All leases begin anew."""
+        """Begin all leases again."""
         for lease in self._by_id.values():
             lease.renewed_at = now
 
@@ -179,7 +180,7 @@ class RankLeases:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank is silent, or is to come back."""
+        """Return whether a rank is silent, or is to come back."""
         return bool(self.absent) or any(lease.is_silent for lease in self._by_id.values())
 
     @property
@@ -189,7 +190,7 @@ class RankLeases:
 
     @property
     def gather(self) -> bool:
-        """Whether a rank has never joined, nor is to come back."""
+        """Return whether a rank has never joined, nor is to come back."""
         return len(self._by_id) + len(self.left | self.absent) < self._n_ranks
 
     @property

@@ -1,4 +1,4 @@
-"""What starts, moves on and ends the recoveries of jobs; docs/fault_tolerance.md tells the story.
+"""The recoveries of jobs, from their causes to their end; see docs/fault_tolerance.md.
 
 Part of the coordinator: lives on its event loop and changes its state.
 """
@@ -122,7 +122,7 @@ class Recoveries:
             self._call_for(job, "the control plane has been away")
 
     def answer(self, job: Job, rank: int, epoch: int, steps: Sequence[StepProgress]) -> None:
-        """A rank tells how far it is."""
+        """Take in a rank's progress."""
         job.check_progress(steps)
         if job.recovery.answer(rank, epoch, steps):
             self.advance(job)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgress:
-    """How far a rank is in a step.
+    """A rank's progress in a step.
 
     Attributes:
         step: whose manifest it has handed in.
@@ -25,7 +25,7 @@ class StepProgress:
 
 
 Answers = Mapping[int, Mapping[int, StepProgress]]
-"""By rank, then by step."""
+"""The progress by rank, then by step."""
 
 
 class JobRecovery:
@@ -61,7 +61,7 @@ class JobRecovery:
 
     @property
     def is_due(self) -> bool:
-        """Whether something happened that the next recovery is for."""
+        """Return whether something happened that the next recovery is for."""
         return bool(self._due)
 
     def call_for(self, reason: str, server_id: str = "") -> bool:
@@ -95,14 +95,14 @@ class JobRecovery:
         self._answers = {}
 
     def answer(self, rank: int, epoch: int, steps: Iterable[StepProgress]) -> bool:
-        """A rank tells how far it is; False if it answers a recovery that is over."""
+        """Take in a rank's progress; False if it answers a recovery that is over."""
         if not self.runs or epoch != self.epoch:
             return False
         self._answers[rank] = {progress.step: progress for progress in steps}
         return True
 
     def has_answered(self, rank: int) -> bool:
-        """Whether the recovery that runs needs nothing more of ``rank``."""
+        """Return whether the recovery that runs needs nothing more of ``rank``."""
         return rank in self._answers
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
@@ -110,7 +110,7 @@ class JobRecovery:
         return [rank for rank in ranks if rank not in self._answers]
 
     def end(self) -> Answers:
-        """Ends the recovery that runs; what the ranks have told. Plans of its epoch follow."""
+        """End the recovery; returns the ranks' answers. Plans of its epoch follow."""
         self.runs = False
         complete = {
             (rank, step): sum(progress.complete_ticks)
@@ -130,7 +130,7 @@ class JobRecovery:
 
 
 def is_finished(step: int, answers: Answers) -> bool:
-    """Whether no rank needs ``step`` any more: every rank that still knows it has left it behind.
-    A rank forgets a step when all have finished it."""
+    """Return whether no rank needs ``step`` any more: every rank that still knows it has left it
+    behind. A rank forgets a step when all have finished it."""
     told = [steps[step] for steps in answers.values() if step in steps]
     return bool(told) and all(progress.done for progress in told)

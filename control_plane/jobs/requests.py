@@ -189,7 +189,7 @@ def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
 
 
 def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> ServerMeasurement:
-    """What a server measured."""
+    """A server's measurement."""
     return ServerMeasurement(
         server_id=message.server_id,
         forward_busy_seconds=tuple(message.forward_busy_seconds),
@@ -199,7 +199,7 @@ def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> Server
 
 
 def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasurement:
-    """What a rank measured."""
+    """A rank's measurement."""
     return RankMeasurement(
         rank=message.rank,
         step_seconds=message.step_seconds,
@@ -209,7 +209,7 @@ def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasur
 
 
 def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
-    """The event that tells a member about ``job``; a server learns how to check tokens."""
+    """The event that announces ``job``; a server learns how to check tokens."""
     return jobs_pb2.PlanEvent(
         job_opened=jobs_pb2.JobOpened(
             job_id=job.job_id,
@@ -221,14 +221,14 @@ def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
 
 
 def failed_event(job: Job, step: int, error: str) -> jobs_pb2.PlanEvent:
-    """The event that tells a member that ``step`` has no plan."""
+    """The event for a ``step`` that has no plan."""
     return jobs_pb2.PlanEvent(
         step_failed=jobs_pb2.StepFailed(job_id=job.job_id, step=step, error=error)
     )
 
 
 def recover_event(job: Job) -> jobs_pb2.PlanEvent:
-    """The event that tells a member that all plans of ``job`` before its epoch are void."""
+    """The event that makes all plans of ``job`` before its epoch void."""
     return jobs_pb2.PlanEvent(
         recover=jobs_pb2.Recover(
             job_id=job.job_id,
@@ -240,26 +240,26 @@ def recover_event(job: Job) -> jobs_pb2.PlanEvent:
 
 
 def finished_event(job: Job, step: int) -> jobs_pb2.PlanEvent:
-    """The event that tells a rank that all have finished ``step`` and those before."""
+    """The event that all ranks have finished ``step`` and those before."""
     return jobs_pb2.PlanEvent(step_finished=jobs_pb2.StepFinished(job_id=job.job_id, step=step))
 
 
 def closed_event(job: Job) -> jobs_pb2.PlanEvent:
-    """The event that tells a member that ``job`` is closed."""
+    """The event that ``job`` is closed."""
     return jobs_pb2.PlanEvent(
         job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or "")
     )
 
 
 def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
-    """How far a rank is in a step."""
+    """A rank's progress in a step."""
     return StepProgress(
         step=message.step, complete_ticks=tuple(message.complete_ticks), done=message.done
     )
 
 
 def wait_from_proto(step: int, message: jobs_pb2.StepWaiting) -> Wait:
-    """What a rank waits for."""
+    """The tick that a rank waits for."""
     return Wait(
         step=step,
         nano_batch=message.nano_batch,

@@ -1,4 +1,4 @@
-"""How fast a job's servers turn out to be, beside what their profiles say."""
+"""The measured speed of a job's servers, beside their profiles."""
 
 from __future__ import annotations
 

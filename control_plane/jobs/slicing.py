@@ -1,4 +1,4 @@
-"""What members are told of a planned step: each the slice of the plan that it needs.
+"""The slices of a plan, one for each member, with what it needs.
 
 A slice has the documents of which the member holds rows or serves tasks, all tasks of these, and
 the servers that run those; servers keep their order, so sums over servers come out the same on
@@ -96,16 +96,16 @@ class PlanSlicer:
         self._backward = self._tasks(plan.backward, whole.backward)
 
     def rank_events(self) -> list[jobs_pb2.PlanEvent]:
-        """What every rank is told, in rank order."""
+        """The events for all ranks, in rank order."""
         return self._events(self._grouped(self._of_ranks, range(self._plan.manifest.n_ranks)))
 
     def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
-        """What one rank is told."""
+        """The event for one rank."""
         (event,) = self._events(self._grouped(self._of_ranks, [rank]))
         return event
 
     def server_events(self) -> dict[str, jobs_pb2.PlanEvent]:
-        """What every pool server with a task is told, by its id."""
+        """The events for pool servers with a task, by id."""
         members = self._of_servers.member
         busy = distinct(members[members >= 0]).tolist()
         events = self._events(self._grouped(self._of_servers, busy))
@@ -115,7 +115,7 @@ class PlanSlicer:
         }
 
     def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
-        """What one pool server is told."""
+        """The event for one pool server."""
         index = self._plan.server_index(server_id)
         if index is None:
             raise PlanError(f"server {server_id!r} is not in the plan of step {self._plan.step}")
@@ -253,7 +253,8 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What documents have several of: those of document d are ``[first[d], first[d + 1])``."""
+    """The things that documents have several of: those of document d are ``[first[d], first[d +
+    1])``."""
 
     first: Int64Array
     columns: WireColumns

@@ -132,15 +132,15 @@ class StepRecord:
         return self.plan.step
 
     def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
-        """What a rank is told of it; on any thread."""
+        """The event for a rank; on any thread."""
         return self._slicer.rank_event(rank)
 
     def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
-        """What a pool server that has a task is told of it; on any thread."""
+        """The event for a pool server that has a task; on any thread."""
         return self._slicer.server_event(server_id)
 
     def finished(self) -> None:
-        """Nobody is told of it any more."""
+        """Drop what its events are made from."""
         self.__dict__.pop("_slicer", None)
 
     @cached_property
@@ -148,21 +148,21 @@ class StepRecord:
         return self.new_slicer()
 
     def new_slicer(self) -> PlanSlicer:
-        """Makes what members are told of it."""
+        """A maker of its events."""
         return PlanSlicer(
             self.plan, self.job_id, forward_only=self.forward_only, first_tick=self.first_tick
         )
 
     @property
     def longest_wait_seconds(self) -> float | None:
-        """The longest that a rank waited for core attention; None if no rank has told."""
+        """The longest wait of a rank for core attention; None without reports."""
         waits = (rank.wait_seconds for rank in self.ranks.values())
         return max((seconds for seconds in waits if seconds is not None), default=None)
 
     @property
     def runs_whole(self) -> bool:
-        """Whether all of the step runs under this plan, so that forecasts and measurements are of
-        the same work."""
+        """Return whether all of the step runs under this plan, so that forecasts and measurements
+        are of the same work."""
         return self.first_tick is None
 
     @property

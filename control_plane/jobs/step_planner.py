@@ -134,7 +134,7 @@ class StepPlanner:
 def _maker(
     job: Job, ready: ReadyStep, members: Sequence[Member], planner: Planner
 ) -> Callable[[], Publication]:
-    """What the worker thread runs; it holds values only, nothing that the event loop changes."""
+    """The work of the planning thread: values only, nothing that the event loop changes."""
     job_id = job.job_id
     options = replace(job.spec.options, rank_hosts=job.rank_hosts, pipelining=job.spec.pipelining)
     spec = replace(job.spec, options=options)

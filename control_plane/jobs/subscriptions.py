@@ -56,7 +56,7 @@ class Subscription:
         return True
 
     def replace(self) -> None:
-        """A newer stream took over, and is told all that the member needs."""
+        """End the stream for a newer one, which begins with all that the member needs."""
         self._queue.clear()
         self.end(ReplacedError("a newer stream of the same lease took over"))
 

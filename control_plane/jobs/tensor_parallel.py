@@ -28,7 +28,7 @@ def check_group(rank: int, group: Group, n_ranks: int) -> None:
 
 
 class TensorParallelGroups:
-    """What the ranks of a job have said of their groups."""
+    """The tensor-parallel groups that the ranks of a job have named."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, Group] = {}
@@ -48,11 +48,11 @@ class TensorParallelGroups:
         self._of_rank.update(dict.fromkeys(group or (rank,), group))
 
     def is_first(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of its group; in none it is."""
+        """Return whether ``rank`` is the first of its group; in none it is."""
         return self._of_rank.get(rank, ())[:1] in ((), (rank,))
 
     def difference(self, manifests: Mapping[int, RankManifest]) -> str:
-        """Who holds other documents than the first rank of the group, in words; empty if nobody.
+        """Describe a rank with other documents than the first of its group; empty if none.
 
         Args:
             manifests: of all ranks, of one step. Ids of documents are each rank's own.

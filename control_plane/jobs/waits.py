@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a rank waits for.
+    """The tick that a rank waits for.
 
     Attributes:
         step, nano_batch, tick: the tick that it has sent and has no reply of; ``tick`` is its place
@@ -33,7 +33,7 @@ class Wait:
 
 
 class Waits:
-    """How far the ranks of a job are, and which of them wait in vain."""
+    """The progress of a job's ranks, to find those that wait in vain."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, Sequence[int]]] = {}

@@ -1,1 +1,1 @@
-"""Which of several control planes leads, and the epochs that it hands out."""
+"""The election of a leader among control planes, and its epochs."""

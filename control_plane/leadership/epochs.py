@@ -18,7 +18,7 @@ from distca.machine_errors import using
 logger = logging.getLogger(__name__)
 
 GENERATION_BITS = 20
-"""How far the generation is shifted: a job may recover a million times in one run."""
+"""The shift of the generation in an epoch: a job may recover a million times in one run."""
 
 _FILE = "generation"
 

@@ -21,7 +21,7 @@ CALL_SECONDS: Final = default_seconds("kubernetes_call_seconds")
 """Deadline of a call to the API."""
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its service account's token, and the authority of the API server."""
+"""The folder of a pod's service account token, and the authority of the API server."""
 
 NOT_FOUND: Final = 404
 CONFLICT: Final = 409
@@ -137,7 +137,7 @@ def in_one_line(error: Exception) -> str:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What the API server says of a refusal: its ``Status``, or whatever it is."""
+    """The API server's words on a refusal: its ``Status``, or its body."""
     text = error.read(1 << 16).decode(errors="replace")
     try:
         return str(json.loads(text)["message"])

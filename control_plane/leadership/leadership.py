@@ -1,4 +1,4 @@
-"""Which of several control planes leads: the others stand by, and refuse every call.
+"""The leader among control planes: the others stand by, and refuse every call.
 
 A control plane that runs alone leads at once. Of several on one machine, or on machines that share
 a file system with locks, the one leads that holds a file's lock; in a Kubernetes cluster, the one
@@ -47,7 +47,7 @@ class Leadership(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody else can lead now. Looked at before every call that is answered."""
+        """Return whether nobody else can lead now. Looked at before every call that is answered."""
 
     async def lost(self) -> str:
         """Waits until this control plane leads no more; why."""
@@ -144,7 +144,7 @@ class FileLock:
         return False
 
     def _replace(self, leader: _Silence) -> None:
-        """Puts a file in the place of the silent leader's; whoever locks that one leads."""
+        """Put a file in the place of the silent leader's; the process that locks it leads."""
         with self._gate() as is_open:
             if not is_open or not leader.is_still_silent:
                 return
@@ -178,7 +178,7 @@ class FileLock:
 
 
 class _Silence:
-    """For how long nobody has touched a file, by this process's clock; time in which this process
+    """The time since a file was last touched, by this process's clock; time in which this process
     itself did not run does not count."""
 
     def __init__(self, path: Path) -> None:
@@ -198,7 +198,7 @@ class _Silence:
 
     @property
     def is_still_silent(self) -> bool:
-        """Whether the file is as it was when the silence began."""
+        """Return whether the file is as it was when the silence began."""
         return self._touched() == self._seen
 
     def _touched(self) -> tuple[int, int]:
@@ -212,7 +212,7 @@ class _Silence:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether ``file`` is what lies at ``path``."""
+    """Return whether ``file`` is what lies at ``path``."""
     try:
         there = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

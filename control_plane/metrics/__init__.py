@@ -1,1 +1,1 @@
-"""What the control plane exports for Prometheus."""
+"""The metrics of the control plane."""

@@ -1,4 +1,4 @@
-"""What Prometheus can read about each open job. A job's series go when it is closed."""
+"""The metrics of each open job. A job's series go when it is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus can read about the control plane.
+"""The metrics of the control plane.
 
 Every label comes from a small set: phases, kinds, states, reasons, and the names of open jobs and
 live servers, whose series go when they do. Scraping changes nothing.
@@ -22,7 +22,7 @@ from distca.contract.server_loss import LossCause
 from distca.metric_table import Label, Table, counter, gauge
 
 FAILURE_CAUSES = ("lease_expired", "no_progress", *LossCause)
-"""How a server's failure is noticed: by the control plane, or by a rank."""
+"""The ways in which a server's failure is noticed: by the control plane, or by a rank."""
 
 
 SERVER_STATES = ("serving", "draining")

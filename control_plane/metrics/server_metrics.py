@@ -1,4 +1,4 @@
-"""What Prometheus can read about each live server. Its series go when it leaves."""
+"""The metrics of each live server. Its series go when it leaves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ServerTable(Table):
 
 
 class ServerMetrics:
-    """What is counted of the live servers, whose series go when they leave."""
+    """The metrics of live servers, whose series go when they leave."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._series = ServerTable(registry)

@@ -96,7 +96,7 @@ def plan(
 
 
 class _PhasePlan(NamedTuple):
-    """What a plan says of one phase."""
+    """The share of a plan in one phase."""
 
     tasks: TaskTable
     forecast: PhaseForecast

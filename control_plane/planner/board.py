@@ -48,7 +48,7 @@ def first_part(segments: Segments, segment: int) -> int:
 
 
 class Limits(NamedTuple):
-    """What a server or rank may still take.
+    """The capacity that a server or rank has left.
 
     Attributes:
         active: whether any limit was set; if not, the rest is not looked at.
@@ -258,7 +258,7 @@ def affordable(
     server: int,
     resident: int,
 ) -> bool:
-    """Whether every process that a chunk concerns can hold it and move its rows."""
+    """Return whether every process that a chunk concerns can hold it and move its rows."""
     if not limits.active:
         return True
     q, kv = end - begin, max(end - resident, 0)

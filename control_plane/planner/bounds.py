@@ -1,4 +1,4 @@
-"""What bounds a plan: where pieces may be cut, what servers may take, and what a byte costs."""
+"""The bounds of a plan: places of cuts, capacities of servers, and the cost of a byte."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def limits_of(
 
 
 def links_of(servers: Sequence[PlanningServer], fleet: Fleet, options: PlanningOptions) -> Links:
-    """Who shares a host, and what a byte costs: 1 between hosts."""
+    """The hosts of servers, and the cost of a byte: 1 between hosts."""
     n_ranks = len(fleet.server_of_rank)
     if options.rank_hosts is not None and len(options.rank_hosts) != n_ranks:
         raise PlanError(

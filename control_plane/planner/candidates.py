@@ -111,7 +111,7 @@ def _ideal(rules: CutRules, room_pairs: float, need: float) -> Ideal:
 
 
 class Market(NamedTuple):
-    """Who may give what to whom.
+    """The offers of senders to receivers.
 
     Attributes:
         board, segments, fleet, limits, links: what there is, and where.

@@ -34,7 +34,7 @@ NEAR_ENOUGH = 0.25
 
 
 class CutRules(NamedTuple):
-    """What a cut costs and how short pieces may be, in one phase.
+    """The cost of a cut and the shortest pieces, in one phase.
 
     Attributes:
         phase: ``costs.FORWARD`` or ``costs.BACKWARD``.
@@ -154,13 +154,13 @@ def with_shortest_chunks(rules: CutRules) -> CutRules:
 
 @compiled_leaf
 def cheapest_end(rules: CutRules, pairs: float) -> float:
-    """Where the cheapest chunk of ``pairs`` ends, in a document that is long enough."""
+    """The end of the cheapest chunk of ``pairs``, in a document that is long enough."""
     return math.sqrt(2.0 * pairs / (1.0 - rules.kappa * rules.kappa))
 
 
 @compiled_leaf
 def best_end(cheapest: float, low: int, high: int, resident: int, pairs: float) -> float:
-    """Where the cheapest chunk of ``pairs`` inside ``[low, high)`` ends.
+    """The end of the cheapest chunk of ``pairs`` inside ``[low, high)``.
 
     Args:
         cheapest: :func:`cheapest_end` of ``pairs``.
@@ -179,7 +179,7 @@ def best_end(cheapest: float, low: int, high: int, resident: int, pairs: float) 
 
 @compiled_leaf
 def begin_for_pairs(end: float, pairs: float) -> float:
-    """Where the chunk of ``pairs`` that ends at ``end`` begins; 0 if there are not as many."""
+    """The begin of the chunk of ``pairs`` that ends at ``end``; 0 if there are not as many."""
     return math.sqrt(max(end * end - 2.0 * pairs, 0.0))
 
 

@@ -100,24 +100,26 @@ class _Refusal(event.Listener):
 
 
 def cache_folder() -> str:
-    """Where this process keeps machine code, for the environment variable ``NUMBA_CACHE_DIR`` of
-    another one that is to share it; empty if numba chooses, as it will there."""
+    """The folder in which this process keeps machine code, for the environment variable
+    ``NUMBA_CACHE_DIR`` of another one that is to share it; empty if numba chooses, as it will
+    there."""
     config: Any = numba.config
     return str(config.CACHE_DIR or "")
 
 
 def temporary_cache() -> str:
-    """Why machine code is kept in a folder that goes with this process; empty if it is not."""
+    """The reason why machine code is kept in a folder that goes with this process; empty if it is
+    not."""
     return _Cache.why_temporary
 
 
 def has_cache() -> bool:
-    """Whether machine code can be kept at all."""
+    """Return whether machine code can be kept at all."""
     return not _Cache.is_impossible
 
 
 class _Cache:
-    """Of this process."""
+    """The settings of this process."""
 
     why_temporary = ""
     is_impossible = False
@@ -171,7 +173,7 @@ class _SealedFile(_CacheFile):  # type: ignore[misc]
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of the cache is there as it was written."""
+    """Return whether a file of the cache is there as it was written."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

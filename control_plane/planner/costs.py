@@ -102,7 +102,7 @@ def _octaves(grid: Int64Array) -> Int64Array:
 
 
 class Keys(NamedTuple):
-    """Where a number of keys lies in a profile's grid.
+    """The place of a number of keys in a profile's grid.
 
     Attributes:
         at: index in ``CostTables.values`` of the rate of the fewest queries and of the grid's last
@@ -140,7 +140,7 @@ def pair_seconds_of_both(
 
 @compiled_leaf
 def place_keys(tables: CostTables, profile: int, phase: int, kv: float) -> Keys:
-    """What :func:`pair_seconds_at` needs of ``kv`` keys."""
+    """The place of ``kv`` keys for :func:`pair_seconds_at`."""
     return _place_log_keys(tables, profile, phase, math.log(max(kv, 1.0)))
 
 
@@ -180,7 +180,7 @@ def _place(
 
 @compiled_leaf
 def _fraction(low: float, high: float, at: float) -> float:
-    """Where ``at`` lies between two grid points, in [0, 1]."""
+    """The place of ``at`` between two grid points, in [0, 1]."""
     return min(max((at - low) / (high - low), 0.0), 1.0)
 
 
@@ -216,7 +216,7 @@ def task_seconds(tables: CostTables, profile: int, phase: int, q_begin: int, q_e
 
 
 class Pace(NamedTuple):
-    """How fast one server runs one phase: its row of the tables, and its speed, which is not 0."""
+    """The pace of one server in one phase: its row of the tables, and its speed, which is not 0."""
 
     tables: CostTables
     profile: int

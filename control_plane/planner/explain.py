@@ -1,4 +1,4 @@
-"""Why a plan is as it is, or why there is none: in words and numbers, for people."""
+"""The reasons of a plan, or of having none: in words and numbers, for people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def verdict(
     rules: CutRules,
     phase: Phase,
 ) -> PlanVerdict:
-    """Whether a phase keeps the tolerance.
+    """Return whether a phase keeps the tolerance.
 
     Args:
         outcomes: of its nano-batches.
@@ -76,7 +76,7 @@ def worst_verdict(verdicts: Sequence[PlanVerdict]) -> PlanVerdict:
 def _shortest_seconds(
     servers: Sequence[PlanningServer], rules: CutRules, end: int, phase: Phase
 ) -> float:
-    """What the last queries of a document of ``end`` tokens take at least on the server that does
+    """The least seconds of the last queries of a document of ``end`` tokens on the server that does
     them first, however few they are."""
     q = np.arange(1, min(end, SHORTEST_TOKENS) + 1)
     kinds = {(server.profile, server.speed) for server in servers if server.speed > 0}
@@ -93,7 +93,7 @@ def reason(
     phase: Phase,
     judged: PlanVerdict,
 ) -> str:
-    """What bounds a phase, and why the planner stopped. ``judged``: its verdict."""
+    """The bound of a phase, and why the planner stopped. ``judged``: its verdict."""
     base = fleet.base[PHASE_INDEX[phase]]
     total_seconds = forecast.seconds + base
     at = int(total_seconds.argmax())

@@ -48,9 +48,10 @@ from core_attention.arrays import Float64Array
 SLACK = 1e-3
 """A sender this close to the cap, as a share of it, is left alone."""
 CAP_STEP = 2e-3
-"""By how much of the mean load the cap rises when room has run out."""
+"""The share of the mean load by which the cap rises when room has run out."""
 PATIENCE = 8e-3
-"""By how much of it the cap rises before chunks of which kernels are slow are cut instead."""
+"""The share of it by which the cap rises before chunks of which kernels are slow are cut
+instead."""
 MOST_FAILURES = 8
 """Receivers in a row that can take nothing, the ones with the most room, before the cap rises."""
 MOST_CHUNKS = 4
@@ -62,7 +63,7 @@ SHRINKS = 5
 
 @compiled_leaf
 def may_shorten(rules: CutRules, raised: float, first_cap: float) -> bool:
-    """Whether shorter pieces are tried next where nothing fits, not a higher cap.
+    """Return whether shorter pieces are tried next where nothing fits, not a higher cap.
 
     Args:
         raised: seconds by which the cap has risen from ``first_cap``.

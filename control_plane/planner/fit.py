@@ -97,7 +97,7 @@ def _fit(
 
 @compiled_leaf
 def _begin_of_chunk(rules: CutRules, sender: Pace, receiver: Pace, offer: Offer, end: int) -> int:
-    """Where the chunk that ends at ``end`` begins: it fills the room, or takes the surplus,
+    """The begin of the chunk that ends at ``end``: it fills the room, or takes the surplus,
     whichever is less; ``end`` if even the shortest does not fit."""
     low, high = offer.low, offer.high
     earliest = begin_for_seconds(receiver, low, end, offer.room, rules.alignment)

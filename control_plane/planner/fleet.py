@@ -107,7 +107,8 @@ class _Places(NamedTuple):
 
 @lru_cache(maxsize=REMEMBERED)
 def _places(in_place: tuple[int | None, ...], n_ranks: int) -> _Places:
-    """Where servers are, from ``in_place_rank`` of each; mostly the same in every step of a job."""
+    """The places of servers, from ``in_place_rank`` of each; mostly the same in every step of a
+    job."""
     rank = np.array([-1 if r is None else r for r in in_place], dtype=np.int64)
     server_of_rank = np.full(n_ranks, -1, dtype=np.int64)
     own = np.flatnonzero(rank != -1)
@@ -122,5 +123,5 @@ def _places(in_place: tuple[int | None, ...], n_ranks: int) -> _Places:
 
 @compiled_inner
 def pace_of(fleet: Fleet, server: int, phase: int) -> Pace:
-    """How fast ``server`` runs ``phase``. Not for compiled leaves: it returns arrays."""
+    """The pace of ``server`` in ``phase``. Not for compiled leaves: it returns arrays."""
     return Pace(fleet.tables, fleet.profile[server], phase, float(fleet.speed[server]))

@@ -120,12 +120,12 @@ class Carried(NamedTuple):
 
 
 def no_carried() -> Carried:
-    """Of documents that lie in one nano-batch each."""
+    """The columns of documents that lie in one nano-batch each."""
     return Carried(*(frozen(np.empty(0, dtype=np.int64)) for _ in Carried._fields))
 
 
 class Places(NamedTuple):
-    """Where segments are at home, columns of a manifest or like them.
+    """The homes of segments, columns of a manifest or like them.
 
     Attributes:
         first_segment: ``[n_documents + 1]``.
@@ -142,7 +142,7 @@ class Places(NamedTuple):
 
 
 class AtHome(NamedTuple):
-    """What segments take at home in one phase; see ``Survey``.
+    """The seconds of segments at home in one phase; see ``Survey``.
 
     Attributes:
         bounds: ``[n_nano_batches + 1]``.
@@ -158,7 +158,7 @@ class AtHome(NamedTuple):
 
 
 class TaskSums(NamedTuple):
-    """What tasks cost the servers.
+    """The costs of tasks for the servers.
 
     Attributes:
         seconds: ``[n_nano_batches, n_servers]`` busy.
@@ -170,7 +170,7 @@ class TaskSums(NamedTuple):
 
     @classmethod
     def none(cls, n_nano_batches: int, n_servers: int) -> TaskSums:
-        """Of no tasks."""
+        """The costs of no tasks."""
         rows = np.zeros((n_nano_batches, 4, n_servers), dtype=np.int64)
         return cls(np.zeros((n_nano_batches, n_servers)), rows)
 
@@ -178,7 +178,7 @@ class TaskSums(NamedTuple):
 def sum_tasks(
     tasks: TaskTable, places: Places, found: Survey, fleet: Fleet, phase: int
 ) -> TaskSums | None:
-    """What ``tasks`` cost; None where they break an invariant of ``TaskTable.check``.
+    """The costs of ``tasks``; None where they break an invariant of ``TaskTable.check``.
 
     Args:
         tasks: of all the nano-batches that ``found`` has bounds of.
@@ -263,7 +263,7 @@ def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array,
 
 
 Q_ROWS, KV_ROWS, Q_MOVED, KV_MOVED = 0, 1, 2, 3
-"""What is counted of each server: rows of its tasks, and those of them that come from elsewhere."""
+"""The counts of each server: rows of its tasks, and those of them that come from elsewhere."""
 
 
 @compiled

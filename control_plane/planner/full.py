@@ -92,7 +92,7 @@ def _plan_phase(
 
 
 class _Board:
-    """Who computes what in one nano-batch and phase, while it is planned."""
+    """The assignment of one nano-batch and phase, while it is planned."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ def forecast(
     shape: AttentionShape,
     phase: Phase,
 ) -> PhaseForecast:
-    """What ``tasks`` will cost each server; see
+    """The costs of ``tasks`` for each server; see
     :func:`control_plane.planner.forecast.forecast`."""
     n_nano, n_servers = manifest.n_nano_batches, len(servers)
     q_rows, kv_rows, q_moved, kv_moved = (

@@ -55,7 +55,7 @@ ALIGNMENT_TOKENS = 128
 
 
 class _Part(NamedTuple):
-    """What a nano-batch has of a document: ``[begin, end)``."""
+    """A nano-batch's part of a document: ``[begin, end)``."""
 
     document: int
     begin: int
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Rank:
-    """What a rank still wants, and what it has got."""
+    """A rank's wants and what it has got."""
 
     tokens: int
     seconds: float
@@ -82,7 +82,7 @@ def plan_homes(
     cuts_documents: bool = False,
     step: int = 0,
 ) -> list[RankManifest]:
-    """Where every token of a step should live.
+    """The planned home of every token of a step.
 
     Args:
         lengths: tokens of each document, in any order; document i gets the id i. They sum to
@@ -225,7 +225,7 @@ def _spread(
 
 
 def _exact_subset(lengths: list[int], wanted: int) -> list[bool] | None:
-    """Which of ``lengths`` sum to exactly ``wanted``; None if no selection does."""
+    """The ``lengths`` that sum to exactly ``wanted``; None if no selection does."""
     if wanted < 0:
         return None
     # Bit s of reachable[i]: the first i lengths can sum to s.
@@ -311,7 +311,7 @@ def _split_off_fillers(
 
 @dataclass
 class _Wants:
-    """What the ranks still want, as columns: tokens, and excess against rho.
+    """The wants of the ranks, as columns: tokens, and excess against rho.
 
     A whole document may exceed the room by ``overflow``, rather than be cut. One whose excess is
     above ``tight_from`` goes where it fits most tightly, others where the room is widest.
@@ -383,7 +383,7 @@ def _widest_piece(
 
 
 def _begin_within(profile: CostProfile, end: int, room: float, rho: float, free: int) -> int:
-    """Where the longest piece ``[begin, end)`` of at most ``free`` tokens begins whose excess is at
+    """The begin of the longest piece ``[begin, end)`` of at most ``free`` tokens whose excess is at
     most ``room``; ``end`` if there is none. Aligned, or the earliest possible."""
 
     def fits(begin: int) -> bool:

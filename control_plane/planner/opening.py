@@ -30,7 +30,7 @@ the tolerance is 0."""
 
 
 class Opening(NamedTuple):
-    """What every board of one phase begins with.
+    """The first state of every board of one phase.
 
     Attributes:
         first_free, free: as in ``Board``: the segments of all who may come to give.
@@ -194,7 +194,7 @@ def limits_after_home_work(
 
 @compiled_inner
 def _is_last_own(board: Board, segments: Segments, segment: int) -> bool:
-    """Whether no later segment of the same document is at home on the same rank."""
+    """Return whether no later segment of the same document is at home on the same rank."""
     rank = segments.rank[segment]
     for k in range(board.own_first[rank], board.own_first[rank + 1]):
         if board.own[k, DOCUMENT] == segments.document[segment]:

@@ -93,7 +93,7 @@ random kinds of steps none came to its end that had less."""
 
 
 class Outcome(NamedTuple):
-    """What happened while planning a phase of a nano-batch.
+    """The outcome of planning a phase of a nano-batch.
 
     Attributes:
         target_load: seconds, base loads included, in which all servers would finish if work could
@@ -127,7 +127,7 @@ class Outcome(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a phase of a nano-batch is planned from; see :func:`plan_phase`."""
+    """The inputs of planning a phase of a nano-batch; see :func:`plan_phase`."""
 
     segments: Segments
     home: HomeWork
@@ -139,8 +139,8 @@ class Setting(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How one plan is made. A tuple, because a function is compiled anew for every constant that
-    it is called with.
+    """The way in which one plan is made. A tuple, because a function is compiled again for every
+    constant that it is called with.
 
     Attributes:
         every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
@@ -234,7 +234,7 @@ def _rungs(tolerance: float, has_others: bool) -> Float64Array:
 
 @compiled_leaf
 def _seen_from(outcome: Outcome, rung: float, tolerance: float) -> Outcome:
-    """What happened at ``rung``, as judged by ``tolerance``."""
+    """The outcome at ``rung``, as judged by ``tolerance``."""
     reached = (outcome.busiest - outcome.excess) / (1.0 + rung)
     raised = outcome.raised
     if math.isfinite(raised):
@@ -265,7 +265,7 @@ def _judged(outcome: Outcome, scale: float, raised: float, excess: float) -> Out
 
 @compiled_inner
 def _at_home(work: Work, tolerance: float) -> Outcome:
-    """What happens where nothing moves."""
+    """The outcome where nothing moves."""
     busiest = _highest(work.load, work.base)
     excess = busiest - work.target_load * (1.0 + tolerance)
     return Outcome(
@@ -428,7 +428,7 @@ def _challenge(
 
 @compiled_inner
 def _gives(setting: Setting, work: Work, scale: float) -> bool:
-    """Whether something may have to move."""
+    """Return whether something may have to move."""
     if setting.limits.active or len(work.homeless) > 0:
         return True
     target_load = target_load_of_growth(work, setting.fleet, scale)
@@ -437,8 +437,8 @@ def _gives(setting: Setting, work: Work, scale: float) -> bool:
 
 @compiled_leaf
 def _is_anyone_above(cap: float, work: Work, fleet: Fleet) -> bool:
-    """Whether a rank's own work and what its server computes beside it take longer than ``cap``
-    seconds."""
+    """Return whether a rank's own work and what its server computes beside it take longer than
+    ``cap`` seconds."""
     for server in range(len(work.load)):
         if fleet.rank[server] >= 0 and work.load[server] > cap - work.base[server]:
             return True
@@ -447,13 +447,14 @@ def _is_anyone_above(cap: float, work: Work, fleet: Fleet) -> bool:
 
 @compiled_leaf
 def _given_up(outcome: Outcome) -> Outcome:
-    """What a search of whose sample this is would come to: it would need too many chunks."""
+    """The outcome of a search with this sample: it would need too many chunks."""
     return _judged(outcome, outcome.work_ratio, math.inf, outcome.excess)
 
 
 @compiled_inner
 def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
-    """Whether all documents of those who must give are short next to the cap, and some must."""
+    """Return whether all documents of those who must give are short next to the cap, and some
+    must."""
     fleet = setting.fleet
     target_load = target_load_of_growth(work, fleet, scale)
     gives = False
@@ -473,8 +474,8 @@ def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
 
 @compiled_inner
 def _needs_too_many(setting: Setting, work: Work, scale: float) -> bool:
-    """Whether those who must give have more pieces to give than a search may take: a piece takes no
-    more than the longest document, or than a receiver has room for."""
+    """Return whether those who must give have more pieces to give than a search may take: a piece
+    takes no more than the longest document, or than a receiver has room for."""
     fleet, n = setting.fleet, len(work.load)
     if setting.limits.active or len(work.homeless) > 0:
         return False
@@ -569,27 +570,27 @@ def _opening(setting: Setting, work: Work, scale: float, way: Way) -> Opening:
 
 @compiled_leaf
 def _is_final(outcome: Outcome) -> bool:
-    """Whether planning again cannot help: nothing has moved, or something fits nowhere."""
+    """Return whether planning again cannot help: nothing has moved, or something fits nowhere."""
     return outcome.n_chunks == 0 or _is_stuck(outcome)
 
 
 @compiled_leaf
 def _is_stuck(outcome: Outcome) -> bool:
-    """Whether something fits nowhere."""
+    """Return whether something fits nowhere."""
     return outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
 
 
 @compiled_leaf
 def _may_search_again(searched: Outcome, split: Outcome) -> bool:
-    """Whether a search may come to its end at the target load that splitting has found: one that
-    gave up at about this target load would give up again."""
+    """Return whether a search may come to its end at the target load that splitting has found: one
+    that gave up at about this target load would give up again."""
     gave_up = math.isinf(searched.raised)
     return not gave_up or split.scale >= searched.scale * (1.0 + LEAST_RELIEF)
 
 
 @compiled_leaf
 def _better(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether a plan is cheaper without a busier server, or has a less busy one."""
+    """Return whether a plan is cheaper without a busier server, or has a less busy one."""
     margin = 1e-3 * theirs.target_load
     our_miss, their_miss = _miss(ours), _miss(theirs)
     if our_miss > their_miss + margin:
@@ -599,7 +600,7 @@ def _better(ours: Outcome, theirs: Outcome) -> bool:
 
 @compiled_leaf
 def _undercuts(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether a plan is cheaper, and no busier by the tolerance or in seconds."""
+    """Return whether a plan is cheaper, and no busier by the tolerance or in seconds."""
     if _is_stuck(ours) or ours.spent_cost > theirs.spent_cost:
         return False
     if ours.spent_cost == theirs.spent_cost and ours.busiest >= theirs.busiest:
@@ -611,14 +612,14 @@ def _undercuts(ours: Outcome, theirs: Outcome) -> bool:
 
 @compiled_leaf
 def _ends_earlier(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether a plan's busiest server is less busy. Where pieces run slowly, the target load itself
-    rises, and the plan nearest to its own target load may be the one that ends last."""
+    """Return whether a plan's busiest server is less busy. Where pieces run slowly, the target load
+    itself rises, and the plan nearest to its own target load may be the one that ends last."""
     return ours.busiest < theirs.busiest
 
 
 @compiled_leaf
 def _keeps(outcome: Outcome) -> bool:
-    """Whether a plan keeps the tolerance well enough."""
+    """Return whether a plan keeps the tolerance well enough."""
     return _miss(outcome) <= MOST_MISSED * outcome.target_load
 
 

@@ -144,7 +144,7 @@ def _fill_headroom(
 def _is_short(
     cap: Float64Array, receives: BoolArray, pair_rate: Float64Array, low: int, high: int
 ) -> bool:
-    """Whether even the slowest server does ``[low, high)`` in a small share of its cap.
+    """Return whether even the slowest server does ``[low, high)`` in a small share of its cap.
 
     Long documents go where the most work fits, so that they are cut least; short ones where the
     most time is left, so that servers of different speed finish together."""
@@ -165,7 +165,7 @@ def _anyone_could(
     begin: int,
     high: int,
 ) -> bool:
-    """Whether some server could take ``[begin, high)`` if the cap did not matter."""
+    """Return whether some server could take ``[begin, high)`` if the cap did not matter."""
     for s in range(len(receives)):
         if receives[s] and affordable(segments, fleet, limits, segment, begin, high, s, 0):
             return True
@@ -236,7 +236,7 @@ def _find_server(
 
 @compiled_inner
 def _begin_within(pace: Pace, rules: CutRules, low: int, high: int, room: float) -> int:
-    """Where the longest chunk that ends at ``high`` and fits into ``room`` begins, without pieces
+    """The begin of the longest chunk that ends at ``high`` and fits into ``room``, without pieces
     too short; ``high`` if there is none."""
     if room <= 0.0:
         return high

@@ -1,4 +1,4 @@
-"""What every planner takes and gives: the interface between the control plane and its planners.
+"""The inputs and outputs of planners: the interface between the control plane and its planners.
 
 A planner is a pure function ``(manifest, servers, shape, options) -> Plan``: no I/O, no clock, no
 randomness, the same input giving the same bytes.
@@ -79,7 +79,7 @@ def equal_servers(n_ranks: int, profile: CostProfile) -> list[PlanningServer]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """What the user may choose about plans.
+    """The user's choices about plans.
 
     Attributes:
         tolerance: eps, by which the busiest server may exceed the mean load, base loads included;
@@ -136,7 +136,7 @@ def _is_number(value: object) -> bool:
 
 
 def refuse_cut_documents(manifest: Manifest, why: str) -> None:
-    """For plans that know no documents that are cut between nano-batches."""
+    """Refuse documents that are cut between nano-batches."""
     if manifest.n_carried:
         document = int(manifest.carried_document[0])
         nano_batch = int(manifest.document_nano_batch[document])

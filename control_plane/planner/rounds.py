@@ -75,7 +75,7 @@ def step_of(manifest: Manifest, half: int, n_halves: int) -> Step:
 
 
 class Desk(NamedTuple):
-    """Where the segments of one unit lie while it is planned: ``[room]``, of which the unit takes
+    """The place of one unit's segments while it is planned: ``[room]``, of which the unit takes
     what it needs. Columns that are compiled as read-only are here twice, to be written and to be
     read: for other kinds of arrays all code would be compiled again.
 
@@ -114,8 +114,8 @@ class Desk(NamedTuple):
 
 
 def make_desk(room: int, room_carried: int) -> Desk:
-    """For units of at most ``room`` segments and ``room_carried`` runs of carried keys; memory that
-    none needs is never touched."""
+    """A desk for units of at most ``room`` segments and ``room_carried`` runs of carried keys;
+    memory that none needs is never touched."""
     document, begin, end, length, rank, first, first_carried = np.empty(
         (7, room + 1), dtype=np.int64
     )
@@ -131,7 +131,7 @@ def make_desk(room: int, room_carried: int) -> Desk:
 
 
 class Bounds(NamedTuple):
-    """What every unit is planned with; pairs are of the forward and the backward phase.
+    """The inputs common to all units; pairs are of the forward and the backward phase.
 
     Attributes:
         rules: where pieces may be cut.
@@ -149,7 +149,7 @@ class Bounds(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """What is known of a half; filled in while its units are planned. Seconds of slots are of all
+    """The state of a half; filled in while its units are planned. Seconds of slots are of all
     layers, the others in the mean of the job's.
 
     Attributes:
@@ -184,7 +184,7 @@ PIECES, TASKS = 0, 1
 
 
 def empty_sheet(table: Timetable, n_servers: int, moved_to: Int64Array) -> Sheet:
-    """Of nothing. ``moved_to``: all -1."""
+    """An empty sheet. ``moved_to``: all -1."""
     n_slots, n_ranks = len(table.microbatch), len(table.pipeline_rank)
     n_microbatches = table.unit_of.shape[2]
     return Sheet(
@@ -291,7 +291,7 @@ def plan_in_rounds(
 
 @compiled_into
 def _queue_up(step: Step, table: Timetable) -> Queue:
-    """By counting: unit, then microbatch, then place in the manifest."""
+    """Sort by counting: unit, then microbatch, then place in the manifest."""
     n_microbatches, n_units = table.unit_of.shape[2], len(table.phase)
     bounds = np.zeros(n_units * n_microbatches + 2, dtype=np.int64)
     _enqueue(step, table, bounds[2:], np.empty(0, dtype=np.int64))
@@ -324,7 +324,7 @@ def _enqueue(step: Step, table: Timetable, begin: Int64Array, segment: Int64Arra
 
 @compiled_leaf
 def _lay_whole_documents(desk: Desk, most: int) -> None:
-    """What is the same of every unit whose segments are whole documents."""
+    """The columns common to all units whose segments are whole documents."""
     for k in range(most):
         desk.document[k], desk.begin[k], desk.first[k], desk.whole[k] = k, 0, k, True
     desk.first[most] = most
@@ -334,7 +334,7 @@ def _lay_whole_documents(desk: Desk, most: int) -> None:
 def _compute_beside(
     step: Step, table: Timetable, fleet: Fleet, tokens: Float64Array, sheet: Sheet
 ) -> None:
-    """What all compute beside attention in each slot: an equal part of it in every half, however
+    """The work beside attention in each slot: an equal part of it in every half, however
     the documents lie in them. A rank runs the halves of a microbatch in turns, so it is busy for
     their sum, and attention that made up for few tokens in one half would be too much in the other.
 

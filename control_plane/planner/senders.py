@@ -22,7 +22,7 @@ needs no more than a few receivers finds them anyway."""
 
 
 class Senders(NamedTuple):
-    """Who is above its cap, by how much.
+    """The servers above their cap, and by how much.
 
     Attributes:
         server: ``[n_servers]`` the senders, those that had the most to give first.

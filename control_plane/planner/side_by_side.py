@@ -24,8 +24,8 @@ class Run(Protocol):
 
 @contextmanager
 def threads(n: int) -> Iterator[Run]:
-    """What calls a function with several arguments in ``n`` threads, and returns the results in
-    their order; the first argument's error is raised first.
+    """A pool that calls a function with several arguments in ``n`` threads, and returns the results
+    in their order; the first argument's error is raised first.
 
     One thread is the caller's own: whoever forbids it to compile (``compiled.only_from_cache``)
     means all that is called.

@@ -1,4 +1,4 @@
-"""Splitting: whoever is above its cap gives away ends of documents, each as large as a room.
+"""Splitting: a server above its cap gives away ends of documents, each as large as a room.
 
 The search for the best chunk (see ``exports``) leaves pieces of documents behind and rooms half
 full. Where rooms are narrow next to what a few hundred queries of a giant document take, these
@@ -53,7 +53,7 @@ NEXT_SIZE = 0.9
 
 
 class Splitting(NamedTuple):
-    """Who gives what to whom.
+    """The state of splitting.
 
     Attributes:
         board, segments, fleet, limits, links: what there is, and where.
@@ -217,8 +217,8 @@ def _begin_with_longest(splitting: Splitting, sender: int) -> None:
 
 @compiled_leaf
 def _may_begin_again(splitting: Splitting, sender: int) -> bool:
-    """Whether a sender has something left that it passed over, and gave anything since it last
-    began with its longest document."""
+    """Return whether a sender has something left that it passed over, and gave anything since it
+    last began with its longest document."""
     over = splitting.board.load[sender] - splitting.cap[sender]
     has_any = splitting.board.first_free[splitting.fleet.rank[sender]] >= 0
     return bool(has_any and over < splitting.over_before[sender] - splitting.slack)
@@ -309,8 +309,8 @@ def _give_unfit(
 def _is_wasteful(
     splitting: Splitting, rules: CutRules, gives: Pace, gift: Gift, receiver: int, begin: int
 ) -> bool:
-    """Whether the piece from ``begin`` on, which fits into the room of ``receiver``, runs much
-    slower than the one that it could take if it gave away its own documents."""
+    """Return whether the piece from ``begin`` on, which fits into the room of ``receiver``, runs
+    much slower than the one that it could take if it gave away its own documents."""
     fleet = splitting.fleet
     home = splitting.segments.rank[splitting.board.free[gift.part, SEGMENT]]
     if splitting.received[fleet.server_of_rank[home]] > 0.0:
@@ -331,8 +331,8 @@ def _is_wasteful(
 
 @compiled_leaf
 def _may_make_room(splitting: Splitting, receiver: int) -> bool:
-    """Whether ``receiver`` has documents of its own that it may give away for a piece of another
-    home."""
+    """Return whether ``receiver`` has documents of its own that it may give away for a piece of
+    another home."""
     rank = splitting.fleet.rank[receiver]
     is_asked = math.isfinite(splitting.waste) and rank >= 0
     return bool(is_asked and splitting.board.first_free[rank] >= 0)
@@ -393,7 +393,7 @@ def _give_beginning(splitting: Splitting, rules: CutRules, gives: Pace, gift: Gi
 def _begin_for(
     splitting: Splitting, rules: CutRules, gives: Pace, receiver: int, gift: Gift
 ) -> int:
-    """Where what ``receiver`` takes of a part begins; its end if it takes nothing."""
+    """The begin of what ``receiver`` takes of a part; its end if it takes nothing."""
     board, fleet, segments = splitting.board, splitting.fleet, splitting.segments
     segment, low, high = board.free[gift.part, SEGMENT], gift.low, gift.high
     takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
@@ -454,7 +454,7 @@ def _offer(splitting: Splitting, server: int) -> None:
 
 @compiled_leaf
 def _begin_of_piece(rules: CutRules, sender: Pace, receiver: Pace, gift: Gift, room: float) -> int:
-    """Where the piece at the end of a part begins: it fills the room or takes the surplus,
+    """The begin of the piece at the end of a part: it fills the room or takes the surplus,
     whichever is less; the part's end if none fits."""
     low, high, seconds = gift.low, gift.high, gift.seconds
     shortest = rules.shortest_tokens

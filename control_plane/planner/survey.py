@@ -55,7 +55,7 @@ class Survey(NamedTuple):
 
 
 class HomeWork(NamedTuple):
-    """What a nano-batch takes in one phase if every segment runs at home.
+    """The work of a nano-batch in one phase if every segment runs at home.
 
     Attributes:
         seconds: ``[n_segments]`` as in ``Survey``.
@@ -95,7 +95,7 @@ class Columns(NamedTuple):
 
 
 def is_divided(manifest: Manifest) -> bool:
-    """Whether any segment is not its whole document."""
+    """Return whether any segment is not its whole document."""
     return manifest.n_segments > manifest.n_documents or manifest.n_carried > 0
 
 

@@ -24,7 +24,7 @@ LARGEST_GROWTH = 1.3
 
 
 class Work(NamedTuple):
-    """What there is to do in a phase of a nano-batch, before anything moves.
+    """The work of a phase of a nano-batch, before anything moves.
 
     Attributes:
         receives: ``[n_servers]`` who may take work.
@@ -214,7 +214,7 @@ def _fill_per_second(
 
 @compiled_leaf
 def _largest(values: Float64Array) -> float:
-    """Of numbers that are 0 or more; 0 if there are none."""
+    """The largest of numbers that are 0 or more; 0 if there are none."""
     largest = 0.0
     for value in values:
         largest = max(largest, value)
@@ -223,7 +223,7 @@ def _largest(values: Float64Array) -> float:
 
 @compiled_leaf
 def _smallest(values: Float64Array) -> float:
-    """Of numbers; infinite if there are none."""
+    """The smallest of numbers; infinite if there are none."""
     smallest = math.inf
     for value in values:
         smallest = min(smallest, value)
@@ -259,7 +259,7 @@ def _target_load_of_takers(
 
 @compiled_leaf
 def expected_growth(work: Work, fleet: Fleet, rules: CutRules) -> float:
-    """By which factor all work grows (or shrinks) when what lies above the target load runs in
+    """The factor by which all work grows (or shrinks) when what lies above the target load runs in
     chunks of the cheapest shape, each as large as the target load, cut out of each server's longest
     document."""
     grown = work.pairs

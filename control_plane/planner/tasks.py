@@ -24,7 +24,7 @@ from core_attention.arrays import Int64Array
 
 
 class Cuts(NamedTuple):
-    """What a finished board says beyond who is at home where.
+    """The moves on a finished board, beyond homes.
 
     Attributes:
         pieces: ``[n, 4]`` of all segments that were cut or exported: segment, begin, end, server;
@@ -40,7 +40,7 @@ class Cuts(NamedTuple):
 
 @compiled_inner
 def collect_cuts(board: Board, segments: Segments, fleet: Fleet) -> Cuts:
-    """What is on the board."""
+    """The pieces on the board."""
     most = board.used[CHUNKS] + board.used[FREE] - board.used[FIRST_REST]
     pieces, key = np.empty((most, 4), dtype=np.int64), np.empty(most, dtype=np.int64)
     n = _list_pieces(board, segments, fleet, pieces, key)

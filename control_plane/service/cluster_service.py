@@ -1,4 +1,4 @@
-"""What there is now, for ``distca top`` and ``distca doctor``: reads the coordinator's state."""
+"""The present state, for ``distca top`` and ``distca doctor``: reads the coordinator's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was refused: counted for Prometheus, and logged once for each change of state."""
+"""The refused requests: counted for Prometheus, and logged once for each change of state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Streak:
 
 
 class RefusalTable(Table):
-    """What was refused."""
+    """The refused requests."""
 
     prefix = PREFIX
 

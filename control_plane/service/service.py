@@ -302,5 +302,5 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
 
 
 def _reason(text: str) -> str:
-    """What a member says, as logs and other members may show it."""
+    """A member's words, fit for logs and other members."""
     return plain(text, MAX_REASON_CHARACTERS)
