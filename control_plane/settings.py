@@ -32,8 +32,8 @@ class CoordinatorSettings:
         max_manifest_bytes_per_identity: of manifests that are kept for its jobs and of what they
             become; finished steps are forgotten before any is refused.
         max_queued_events: events that may wait for one reader before it is dropped.
-        broken_stream_seconds: how long a rank whose stream of events has broken may take to be
-            heard again.
+        broken_stream_seconds: how long a rank whose stream of events has broken may take to
+            call again.
         lost_rank_seconds: the same if a server's connection to the rank was reset, too.
         settle_seconds: how long after a first loss a recovery begins: losses rarely come alone.
         leave_seconds: how long the other ranks may take to leave too, when one has left before the

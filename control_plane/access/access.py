@@ -106,7 +106,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         gate: decides.
         calls: those under way, which are limited for each caller.
         refusals: counts.
-        connections: told of each caller.
+        connections: notes each caller.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """TLS connections that came to nothing.
 
-gRPC does not tell a server in Python about failed handshakes. It does ask for the certificates at
+gRPC reports no failed handshakes to a server in Python. It does ask for the certificates at
 the beginning of each, and every call shows its connection's address; a connection of which no call
 has come after some seconds had no certificate, one of another authority or an expired one, or its
 client had nothing to say.

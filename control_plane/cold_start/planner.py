@@ -52,7 +52,7 @@ class ColdPlanner:
     Args:
         name: the planner's.
         uncompiled: runs it meanwhile.
-        on_change: told of each new state, on any thread.
+        on_change: called with each new state, on any thread.
         on_failure: called each time that compiling has failed, likewise.
     """
 

@@ -11,11 +11,11 @@ from control_plane.planner.planning import Planner
 
 
 class ColdPlanners:
-    """Those of ``planners`` that are compiled are wrapped; others, which are plain Python, stay.
+    """A wrapper of those ``planners`` that are compiled; others, which are plain Python, stay.
 
     Args:
         planners: by name.
-        on_change: told of each planner's new state, on any thread.
+        on_change: called with each planner's new state, on any thread.
         on_failure: called each time that compiling has failed, likewise.
 
     Attributes:

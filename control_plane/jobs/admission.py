@@ -49,8 +49,8 @@ class Admission:
         job_keys: derives the keys of jobs.
         lease_seconds: of ranks.
         clock: seconds that never go back.
-        close: closes a job and tells all who know it why.
-        advance: plans the steps of a job that are decided, and tells of those that failed.
+        close: closes a job, for a reason that its members learn.
+        advance: plans the steps of a job that are decided, and reports those that failed.
         sweep: acts on leases that have run out.
 
     Attributes:
@@ -235,9 +235,8 @@ class Admission:
         if pool and not any(member.reaches(spec.transport) for member in pool):
             theirs = " and ".join(self._membership.pool_transports())
             raise SpecMismatchError(
-                f"job {spec.name} uses the transport {spec.transport}, and the servers of the pool "
-                f"use {theirs}; all processes of a job use the same: give the ranks "
-                f"--transport={theirs} (SessionOptions.transport), or the attention nodes "
+                f"job {spec.name} uses transport {spec.transport}, the pool's servers {theirs}: "
+                f"give the ranks --transport={theirs} (SessionOptions.transport), or the nodes "
                 f"--transport={spec.transport}"
             )
 

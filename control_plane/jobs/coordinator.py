@@ -74,13 +74,12 @@ when ranks give up a server that answers no ping: so of several that stop at onc
 class Coordinator:
     """The state of the control plane and all that changes it.
 
-    Calls of ranks and servers raise as :meth:`Jobs.get`, :meth:`Membership.of_lease` and the method
-    of :class:`Job` for them.
+    Methods refuse what cannot be with a :class:`~control_plane.errors.RefusedError`.
 
     Args:
         settings: leases and limits.
         planners: by the names that jobs may give.
-        metrics: told of every change.
+        metrics: counts every change.
         clock: seconds that never go back.
         job_keys: derives the keys of jobs; None makes random ones.
 
@@ -281,7 +280,7 @@ class Coordinator:
         sent_ticks: Sequence[int] = (),
         in_place_load: ServerLoad | None = None,
     ) -> None:
-        """Renews the lease of a rank and of its in-place server, whose load it tells. Steps before
+        """Renews the lease of a rank and of its in-place server, and takes its load. Steps before
         ``next_step`` of which the rank has handed in nothing get no plan any more; of that one it
         has sent ``sent_ticks``, if it has begun."""
         self._hear()
@@ -507,8 +506,8 @@ class Coordinator:
         return servers + sum(len(job.joined_ranks) for job in self._jobs.open_jobs())
 
     def _hear(self) -> None:
-        """A member has called. If nobody could for a while, all leases begin anew: the others have
-        as much time to be heard again as they would have had."""
+        """Note a call. If no member could call for a while, all leases begin again: the others have
+        as much time to call as they would have had."""
         now = self._clock()
         silent_seconds = self._isolation.heard(now=now)
         # Where there was nobody to be heard, as before the first member, there is nothing to tell.

@@ -1,8 +1,8 @@
 """A check that calls reach the control plane at all. Pure state: the time comes in.
 
-Members send signs of life every third of a lease. If none of several has been heard for longer than
-half a lease, it is not they who are gone: this process was stopped, or its network was cut. It then
-has no ground to take away any lease.
+Members call every third of a lease. If none of several has called for longer than half a lease, it
+is not they who are gone: this process was stopped, or its network was cut. It then has no ground to
+take away any lease.
 """
 
 from __future__ import annotations

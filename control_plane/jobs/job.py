@@ -262,7 +262,7 @@ class Job:
 
     def more_bytes(self, step: int, plan_bytes: int) -> int:
         """The bytes by which the slices of a step exceed the estimate made when its manifests came:
-        where many members hold pieces of one document, each is told of all."""
+        where many members hold pieces of one document, each gets all."""
         return max(plan_bytes - self._manifest_bytes.get(step, 0), 0)
 
     def take_decided(self) -> list[ReadyStep | FailedStep]:
@@ -452,8 +452,8 @@ class Job:
         return any(server_id in record.serving for record in self.steps_to_tell())
 
     def take_finished(self) -> int | None:
-        """The last step that every rank has finished, as it has those before; None if that has
-        been told already. What is known of those steps beside their plans is forgotten."""
+        """The last step that every rank has finished, as it has those before; None if that is
+        known already. What is known of those steps beside their plans is forgotten."""
         left = self._leases.left
         # Asked after every call of a rank: the first that is behind is the answer.
         if any(

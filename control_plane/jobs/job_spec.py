@@ -18,7 +18,7 @@ from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 MAX_RANKS = 2**16
 
 
-class Placement(IntEnum):
+class JobPlacement(IntEnum):
     """The servers that a job uses. Numbered as in ``distca/v1/jobs.proto``."""
 
     POOL = 1
@@ -27,11 +27,11 @@ class Placement(IntEnum):
 
     @property
     def uses_pool(self) -> bool:
-        return self is not Placement.IN_PLACE
+        return self is not JobPlacement.IN_PLACE
 
     @property
     def uses_in_place(self) -> bool:
-        return self is not Placement.POOL
+        return self is not JobPlacement.POOL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class JobSpec:
     n_layers: int
     n_nano_batches: int
     shape: AttentionShape
-    placement: Placement
+    placement: JobPlacement
     options: PlanningOptions
     planner: str = ""
     softmax_scale: float = 0.0

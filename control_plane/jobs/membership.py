@@ -284,8 +284,8 @@ class Membership:
     def renew_in_place(
         self, lease_id: str, *, now: float, load: ServerLoad | None = None
     ) -> Member | None:
-        """A rank's lease was renewed: so is its in-place server's, if it has one, which is
-        returned; with its load, if the rank tells it."""
+        """Renew a rank's in-place server, if it has one, which is returned, with the load that came
+        with the rank's call."""
         member = self._by_lease.get(lease_id)
         if member is not None:
             member.renewed_at = now
@@ -338,8 +338,8 @@ class Membership:
         return [member for _, member in sorted(found, key=lambda pair: pair[0])]
 
     def where_ranks_stand(self, job_id: str, ranks: Sequence[int]) -> str:
-        """Of those of ``ranks`` that live and are held up, in which call: an addition to what is
-        said of them, or nothing."""
+        """Describe the calls in which live ones of ``ranks`` are held up, to be added to a sentence
+        about them."""
         told = ""
         for member in self.in_place_of(job_id):
             call = plain(member.load.stands_in, _MAX_CALL_CHARACTERS)

@@ -47,7 +47,6 @@ class Quarantine:
         self._terms.pop(server_id, None)
 
     def holds(self, server_id: str, *, heard_at: float, now: float) -> bool:
-        """Return whether ``server_id``, of which the control plane heard at ``heard_at``, is left
-        out."""
+        """Return whether ``server_id``, which last called at ``heard_at``, is left out."""
         term = self._terms.get(server_id)
         return term is not None and (now < term.until or heard_at <= term.begin)

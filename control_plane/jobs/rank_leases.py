@@ -22,7 +22,7 @@ class RankLease:
     Attributes:
         rank, lease_id, host: of the rank.
         renewed_at: since when its lease runs.
-        heard_at: when the rank has last called; a lease may begin anew without that.
+        heard_at: when the rank has last called; a lease may begin again without that.
         has_watched: whether it has ever opened its stream of events.
         away_since: when that stream has broken, if it has opened no other.
     """
@@ -47,7 +47,7 @@ class RankLease:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether it has not been heard since its stream broke."""
+        """Return whether it has not called since its stream broke."""
         return self.away_since is not None and self.heard_at <= self.away_since
 
 
@@ -169,8 +169,8 @@ class RankLeases:
         return rank
 
     def gone(self, patience: Patience, *, now: float) -> list[RankLease]:
-        """The ranks that count as dead, in rank order: their lease has run out, or they were not
-        heard for too long since their stream broke."""
+        """The ranks that count as dead, in rank order: their lease has run out, or they have
+        not called for too long since their stream broke."""
         gone = [
             lease
             for lease in self._by_id.values()

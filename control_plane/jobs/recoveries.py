@@ -95,8 +95,8 @@ class Recoveries:
         self._call_for(job, reason, server_id)
 
     def step_given_up(self, job: Job, rank: int, step: int, reason: str) -> None:
-        """A rank has left a step unfinished. Those that still run it are asked how far they are:
-        they go on without its rows, or hear that they cannot."""
+        """Ask the ranks that still run a step, which one has left unfinished, how far they are:
+        they go on without its rows, or learn that they cannot."""
         # In a moment: often all ranks give it up, and then there is nothing to recover.
         asyncio.get_running_loop().call_later(
             self._settings.settle_seconds, self._recover_without, job, rank, step, reason
@@ -128,8 +128,8 @@ class Recoveries:
             self.advance(job)
 
     def advance(self, job: Job) -> None:
-        """Ends the recovery of ``job`` if nobody's answer is missing any more; tells the ranks what
-        all have finished."""
+        """End the recovery of ``job`` if no answer is missing any more; sends the ranks the last
+        step that all have finished."""
         if job.recovery.runs and not job.recovery.missing(job.joined_ranks):
             self._end(job)
         finished = job.take_finished()

@@ -1,6 +1,6 @@
 """The epochs of one job, and its recovery: who has answered, and what is to be done then.
 
-Pure state: the time comes in, decisions come out. docs/fault_tolerance.md tells the whole story.
+Pure state: the time comes in, decisions come out; see docs/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JobRecovery:
         began_at: when it began.
         lost, reasons: the servers that it began for, and why.
         fruitless: recoveries in a row since a rank completed a tick, not counting those that first
-            told of a server's loss: these end, at home at the latest.
+            reported a server's loss: these end, at home at the latest.
         in_vain: their reasons, each once. What comes last may only be a consequence.
     """
 

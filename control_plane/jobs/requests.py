@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.job import Job
-from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
 from control_plane.jobs.profiles import nominal_profile
 from control_plane.jobs.recovery import StepProgress
@@ -100,8 +100,8 @@ def status_to_proto(
 
 def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
     """The job spec in ``message``."""
-    if message.placement not in {placement.value for placement in Placement}:
-        valid = ", ".join(f"{p.value} ({p.name})" for p in Placement)
+    if message.placement not in {placement.value for placement in JobPlacement}:
+        valid = ", ".join(f"{p.value} ({p.name})" for p in JobPlacement)
         raise InvalidRequestError(
             f"job {message.name!r}: placement is {message.placement}; valid are {valid}"
         )
@@ -118,7 +118,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         n_layers=message.n_layers,
         n_nano_batches=message.n_nano_batches,
         shape=shape,
-        placement=Placement(message.placement),
+        placement=JobPlacement(message.placement),
         options=planning_options(
             tolerance=message.tolerance,
             min_forward_tokens=message.min_forward_tokens,

@@ -34,7 +34,7 @@ from distca.contract.codec import (
 from distca.v1 import jobs_pb2, plan_pb2
 
 MAX_ROWS = 2**23
-"""Of segments or tasks in all slices of a step. A document in many pieces is told to each member
+"""The most segments or tasks in all slices of a step. A document in many pieces goes to each member
 that has one, so they grow with the square of the pieces."""
 
 WireColumns = dict[str, NDArray[Any]]
@@ -139,8 +139,8 @@ class PlanSlicer:
 
     @cached_property
     def _of_servers(self) -> _Needs:
-        """A pool server needs all documents with a task on it; what an in-place one needs, its rank
-        is told."""
+        """The needs of pool servers: all documents with a task on them. Those of in-place servers
+        are their ranks'."""
         plan = self._plan
         pool = np.array([s.in_place_rank is None for s in plan.servers], dtype=np.bool_)
         return _Needs.all_of(

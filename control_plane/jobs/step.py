@@ -38,7 +38,7 @@ class ServerMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What one rank measured in a step: wall seconds, and those of them in which it waited for core
+    """A rank's measurement of a step: wall seconds, and those of them in which it waited for core
     attention; None if it does not know, as on a GPU."""
 
     rank: int

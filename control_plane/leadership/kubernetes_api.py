@@ -124,9 +124,8 @@ def cluster_api(account: Path = ACCOUNT) -> KubernetesApi:
     ]
     if lacks:
         raise OSError(
-            f"this process cannot reach the Kubernetes API: it lacks {', '.join(lacks)}; it must "
-            "run in a pod whose service account token is mounted and may get, create and update "
-            "leases"
+            f"no access to the Kubernetes API without {', '.join(lacks)}: run in a pod with a "
+            "mounted service account token that may get, create and update leases"
         )
     return KubernetesApi(f"https://{f'[{host}]' if ':' in host else host}:{port}", account)
 

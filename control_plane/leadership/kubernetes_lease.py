@@ -33,13 +33,13 @@ RETRY_SECONDS = 2.0
 
 
 class KubernetesLease:
-    """Leads who holds a Lease.
+    """The leadership of the holder of a Lease.
 
     Args:
         api: whose account may get, create and update Leases.
         namespace, name: of the Lease; it is made if it is not there.
         identity: of this process, unique among the candidates: the pod's name.
-        label: tells a Service which pod leads; None: nothing does.
+        label: shows a Service which pod leads; None: nothing does.
         lease_seconds, renew_seconds, retry_seconds: see the module.
     """
 

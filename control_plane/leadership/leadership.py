@@ -2,9 +2,9 @@
 
 A control plane that runs alone leads at once. Of several on one machine, or on machines that share
 a file system with locks, the one leads that holds a file's lock; in a Kubernetes cluster, the one
-that holds a Lease (:mod:`control_plane.leadership.kubernetes_lease`). Whoever takes over draws a
-generation of its own (:mod:`control_plane.leadership.epochs`), so its epochs are above those of the
-one before.
+that holds a Lease (:mod:`control_plane.leadership.kubernetes_lease`). The one that takes over draws
+a generation of its own (:mod:`control_plane.leadership.epochs`), so its epochs are above those of
+the one before.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ class Metrics:
         self._series.failures_detected_total.labels(cause).inc()
 
     def server_lost(self, job: Job, server_id: str, cause: str) -> None:
-        """A rank reports that ``job`` has lost a server: a failure, unless another has told of it
-        in the same epoch. The recovery for it begins the next, in which it may be lost anew."""
+        """Note a rank's report that ``job`` has lost a server: a failure, unless another reported
+        it in the same epoch. The recovery for it begins the next, in which it may be lost again."""
         if self._of_jobs.note_loss(job, server_id):
             self.failure_detected(cause)
 

@@ -35,7 +35,7 @@ def compiled(function: F) -> F:
     The machine code is kept beside the source or in numba's cache folder (``NUMBA_CACHE_DIR``). A
     cache folder that this process may only read, as in a container image, serves as well, through a
     temporary copy. Without any writable folder a temporary one is used, and the next process
-    compiles anew; see :func:`temporary_cache`.
+    compiles again; see :func:`temporary_cache`.
 
     While it runs, other threads do, too.
     """

@@ -22,8 +22,8 @@ from core_attention.shape import AttentionShape
 
 
 def over_target_load(outcome: Outcome, tolerance: float) -> float:
-    """By which share of the target load of the tasks as they were cut the busiest server is above
-    it."""
+    """The share of the target load of the tasks as they were cut by which the busiest server is
+    above it."""
     target_load = (outcome.busiest - outcome.excess) / (1.0 + tolerance)
     return outcome.busiest / target_load - 1.0 if target_load > 0 else 0.0
 
@@ -303,6 +303,5 @@ def _check_bytes(
             who = f"rank {at}" if at < n_ranks else servers[at - n_ranks].server.server_id
             raise PlanError(
                 f"{who} would {name} {total[at]} bytes in a {phase} tick, max_process_bytes is "
-                f"{most}: {total[at] - most} bytes short. What documents that span ranks and ranks "
-                "without a server must exchange cannot be planned away: raise the limit"
+                f"{most}: documents that span ranks and ranks without a server need them; raise it"
             )

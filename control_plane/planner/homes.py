@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 
 
 @dataclass
-class _Rank:
+class _RankWants:
     """A rank's wants and what it has got."""
 
     tokens: int
@@ -185,8 +185,7 @@ def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
     among = "documents" if searched == len(order) else f"the {searched} shortest documents"
     raise PlanError(
         f"no selection of {among} gives each of {n} nano-batches exactly its {tokens} tokens; "
-        "allow documents to be cut between two nano-batches (cuts_documents), use one nano-batch, "
-        "or more short documents"
+        "allow cut documents (cuts_documents), one nano-batch, or more short documents"
     )
 
 
@@ -250,15 +249,15 @@ def _pack(
     speed: Float64Array,
     profile: CostProfile,
     options: PlanningOptions,
-) -> list[_Rank]:
+) -> list[_RankWants]:
     """The ranks of one nano-batch, filled with ``parts`` (longest first)."""
     _, begin, end = np.array(parts, dtype=np.int64).T
     seconds = profile.seconds(end - begin, end, Phase.FORWARD)
     total = float(seconds.sum())
-    ranks: list[_Rank] = []
+    ranks: list[_RankWants] = []
     for _ in range(PASSES):
         caps = total / float(speed.sum()) * speed * (1.0 + SHARE_OF_TOLERANCE * options.tolerance)
-        ranks = [_Rank(tokens, float(cap)) for cap in caps]
+        ranks = [_RankWants(tokens, float(cap)) for cap in caps]
         _pack_within(ranks, parts, seconds, length, profile, options)
         # Pieces run at other rates than whole documents: the second pass knows the true total.
         total = float(sum((cap - rank.seconds) for cap, rank in zip(caps, ranks, strict=True)))
@@ -266,7 +265,7 @@ def _pack(
 
 
 def _pack_within(
-    ranks: list[_Rank],
+    ranks: list[_RankWants],
     parts: list[_Part],
     seconds: Float64Array,
     length: Int64Array,
@@ -329,7 +328,7 @@ class _Wants:
 
 
 def _place_long(
-    ranks: list[_Rank],
+    ranks: list[_RankWants],
     wants: _Wants,
     part: _Part,
     length: int,
@@ -404,7 +403,7 @@ def _begin_within(profile: CostProfile, end: int, room: float, rho: float, free:
 
 
 def _fill(
-    ranks: list[_Rank],
+    ranks: list[_RankWants],
     rest: list[tuple[_Part, float]],
     length: Int64Array,
     profile: CostProfile,
@@ -437,7 +436,7 @@ def _fill(
 
 
 def _cut(
-    ranks: list[_Rank],
+    ranks: list[_RankWants],
     waiting: list[tuple[int, int]],
     part: _Part,
     length: int,
@@ -473,7 +472,9 @@ def _cut(
             heapq.heappush(waiting, (-ranks[at].tokens, at))
 
 
-def _give(rank: _Rank, document: int, length: int, begin: int, end: int, seconds: float) -> None:
+def _give(
+    rank: _RankWants, document: int, length: int, begin: int, end: int, seconds: float
+) -> None:
     rank.segments.append(Segment(document, length, begin, end - begin))
     rank.tokens -= end - begin
     rank.seconds -= seconds

@@ -42,8 +42,8 @@ CORRECTIONS = 2
 MOST_SHIFTS = 2
 """Shifts of each cut that are tried for small fleets, which are planned several times anyway."""
 LARGEST_CORRECTION = 0.1
-"""By which share the target load may fall below an estimate before it is looked up anew who may
-give."""
+"""The share by which the target load may fall below an estimate before senders are looked up
+again."""
 URGENCIES = (1.0, 2.0, 4.0, 0.0)
 """How much more chunks of the sender with the most to give count; large fleets use the first."""
 LARGEST_DRIFT = 1e-2
@@ -61,7 +61,7 @@ instead."""
 GIVE_UP = 0.1
 """Share of the cap by which it may rise while chunks are searched for, where splitting is left."""
 SAND_SHARE = 1.0 / 32.0
-"""Where no sender has a document that takes more of the cap than this, documents are split at once:
+"""The share of the cap up to which all documents of senders must be to be split at once:
 whole ones fill any room, and a search for each would take long."""
 WASTES = (0.5, 0.05)
 """Shares by which split pieces may run slower before servers must give away documents of their own
@@ -88,7 +88,7 @@ CHALLENGES = 2
 """How often a small fleet's documents are split after a search: where giants must be divided, that
 is often cheaper, by a tenth and more."""
 LEAST_RELIEF = 8e-3
-"""By which share a target load must be higher for a search that gave up to be made again: of 1,000
+"""The share by which a target load must rise for a search that gave up to be made again: of 1,000
 random kinds of steps none came to its end that had less."""
 
 
@@ -625,7 +625,7 @@ def _keeps(outcome: Outcome) -> bool:
 
 @compiled_leaf
 def _miss(outcome: Outcome) -> float:
-    """By how many seconds a plan misses the tolerance; an error of the target load is not
+    """The seconds by which a plan misses the tolerance; an error of the target load is not
     counted."""
     return max(outcome.raised, outcome.excess - SMALL_FLEET_DRIFT * outcome.target_load)
 

@@ -40,7 +40,7 @@ from control_plane.planner.target_load import Work
 from core_attention.arrays import Float64Array
 
 LONG_SHARE = 0.25
-"""Where memory is limited, only documents above this share of the cap are cut to fit in time: a cut
+"""The share of the cap above which documents are cut to fit in time where memory is limited: a cut
 repeats keys, and a higher cap costs less than rows that do not fit."""
 MOST_RAISES = 5000
 """How often the cap may rise before the rest counts as work that fits nowhere."""

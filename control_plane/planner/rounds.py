@@ -180,7 +180,7 @@ class Sheet(NamedTuple):
 
 OUTCOME_FIELDS = len(Outcome._fields)
 PIECES, TASKS = 0, 1
-"""Of ``Sheet.counts``."""
+"""The columns of ``Sheet.counts``."""
 
 
 def empty_sheet(table: Timetable, n_servers: int, moved_to: Int64Array) -> Sheet:

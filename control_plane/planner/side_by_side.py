@@ -27,8 +27,8 @@ def threads(n: int) -> Iterator[Run]:
     """A pool that calls a function with several arguments in ``n`` threads, and returns the results
     in their order; the first argument's error is raised first.
 
-    One thread is the caller's own: whoever forbids it to compile (``compiled.only_from_cache``)
-    means all that is called.
+    One thread is the caller's own: forbidding it to compile (``compiled.only_from_cache``)
+    forbids all that is called.
     """
     if n == 1:
         yield lambda function, arguments: [function(each) for each in arguments]

@@ -170,9 +170,8 @@ def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> Non
         document = int(held.document[np.flatnonzero(elsewhere)[0]])
         ranks = held.rank[held.document == document]
         raise PlanError(
-            f"document {manifest.document_id[document]} lies on ranks {ranks.tolist()}, which have "
-            f"the places {table.pipeline_rank[ranks].tolist()} in their pipelines: a document may "
-            "span ranks that run the same stages only; give each stage's copy an id of its own"
+            f"document {manifest.document_id[document]} lies on ranks {ranks.tolist()}, pipeline "
+            f"places {table.pipeline_rank[ranks].tolist()}: give each stage's copy its own id"
         )
 
 

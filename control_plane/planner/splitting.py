@@ -49,7 +49,7 @@ UNCUT_SHARE = 1.0 / 64.0
 """Documents that take less than this share of the cap are not cut: a cut repeats keys, and the gap
 that one leaves in a room is smaller."""
 NEXT_SIZE = 0.9
-"""Where a document fits into no room, the sender goes on with the first that is shorter by this."""
+"""After a document that fits no room the sender goes on with the first that is shorter by this."""
 
 
 class Splitting(NamedTuple):
@@ -98,7 +98,7 @@ class Splitting(NamedTuple):
 
 
 LEFT, RELIEVED, ADDED, NEEDED = 0, 1, 2, 3
-"""Of ``Splitting.sums``."""
+"""The columns of ``Splitting.sums``."""
 
 
 class Gift(NamedTuple):

@@ -21,7 +21,7 @@ from control_plane.errors import (
     UnknownStepError,
 )
 from control_plane.jobs.job import Job, kept_bytes
-from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
 from control_plane.jobs.publication import publish_step
 from control_plane.jobs.rank_leases import Patience
@@ -57,7 +57,7 @@ def spec(**changes: Any) -> JobSpec:
         "n_layers": 4,
         "n_nano_batches": 2,
         "shape": SHAPE,
-        "placement": Placement.POOL,
+        "placement": JobPlacement.POOL,
         "options": PlanningOptions(),
     }
     return JobSpec(**(values | changes))

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from control_plane.jobs.job_spec import Placement
+from control_plane.jobs.job_spec import JobPlacement
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.recovery import JobRecovery
 from control_plane.settings import CoordinatorSettings
@@ -32,7 +32,7 @@ class Now:
 class Case:
     """The recoveries of one job, all else being played."""
 
-    def __init__(self, placement: Placement = Placement.POOL) -> None:
+    def __init__(self, placement: JobPlacement = JobPlacement.POOL) -> None:
         self.now = Now()
         self.closed: list[str] = []
         self.jobs, self.membership, self.metrics, self.plan = Mock(), Mock(), Mock(), Mock()
@@ -122,14 +122,14 @@ def test_an_in_place_server_is_not_left_out() -> None:
 @pytest.mark.parametrize(
     ("placement", "serves", "recovering", "begins"),
     [
-        (Placement.POOL, 3, False, True),
-        (Placement.POOL, None, False, False),
-        (Placement.POOL, 3, True, False),
-        (Placement.IN_PLACE, 3, False, False),
+        (JobPlacement.POOL, 3, False, True),
+        (JobPlacement.POOL, None, False, False),
+        (JobPlacement.POOL, 3, True, False),
+        (JobPlacement.IN_PLACE, 3, False, False),
     ],
 )
 def test_a_lease_that_ends_matters_to_jobs_that_the_server_serves(
-    placement: Placement, serves: int | None, recovering: bool, begins: bool
+    placement: JobPlacement, serves: int | None, recovering: bool, begins: bool
 ) -> None:
     case = Case(placement)
     case.job.step_served_by.return_value = serves
@@ -199,13 +199,13 @@ def test_a_rank_that_has_left_is_done_without_if_its_rows_are_still_missed(
     assert due == (BEGINS if begins else [])
 
 
-@pytest.mark.parametrize("placement", [Placement.POOL, Placement.IN_PLACE])
-def test_all_who_run_plans_of_the_job_are_told_that_they_are_void(placement: Placement) -> None:
+@pytest.mark.parametrize("placement", [JobPlacement.POOL, JobPlacement.IN_PLACE])
+def test_all_who_run_plans_of_the_job_are_told_that_they_are_void(placement: JobPlacement) -> None:
     case = Case(placement)
     case.job.begin_recovery = case.job.recovery.begin
     case.run(lambda recoveries: recoveries._begin(case.job))
     assert case.streams.send_to_ranks.call_count == 1
-    assert case.streams.send_to_pool.call_count == (placement is Placement.POOL)
+    assert case.streams.send_to_pool.call_count == (placement is JobPlacement.POOL)
 
 
 def test_ranks_are_told_once_what_all_have_finished() -> None:

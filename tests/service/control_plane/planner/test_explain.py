@@ -122,7 +122,7 @@ def bytes_checked(requests: Any, replies: Any) -> None:
 def test_a_rank_and_its_in_place_server_are_one_process() -> None:
     """By rank, what it sends each server; and what comes back."""
     bytes_checked([[0, 100], [0, 0]], [[0, 100], [0, 0]])
-    with pytest.raises(PlanError, match=r"rank 0 would send 101 bytes .* 1 bytes short"):
+    with pytest.raises(PlanError, match="rank 0 would send 101 bytes"):
         bytes_checked([[0, 60], [0, 0]], [[0, 0], [41, 0]])
     with pytest.raises(PlanError, match="rank 0 would receive 110 bytes"):
         bytes_checked([[0, 0], [50, 0]], [[0, 60], [0, 0]])
