@@ -210,7 +210,7 @@ class Coordinator:
         member = self._membership.heartbeat(lease_id, load, now=now)
         if member.in_place is None and load.oldest_ready_seconds > self._settings.stall_seconds:
             raise self._fence(member)
-        self._metrics.heartbeat(member)
+        self._metrics.servers.heartbeat(member)
         if member.in_place is not None:
             self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
         return member
@@ -289,7 +289,7 @@ class Coordinator:
         job.renew(lease_id, now=now)
         member = self._membership.renew_in_place(lease_id, now=now, load=in_place_load)
         if member is not None and in_place_load is not None:
-            self._metrics.heartbeat(member)
+            self._metrics.servers.heartbeat(member)
         if sent_ticks:
             job.has_sent(lease_id, next_step, sent_ticks)
         if job.went_on(lease_id, next_step):
@@ -326,7 +326,7 @@ class Coordinator:
         job = self._jobs.get(job_id)
         self._jobs.make_room(job.owner, kept_bytes(manifest))
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
-        self._metrics.manifest_received(job)
+        self._metrics.jobs.manifest_received(job)
         self._advance(job)
 
     def locate_ranks(self, job_id: str, lease_id: str, ranks: Iterable[int]) -> dict[int, Member]:
@@ -402,7 +402,7 @@ class Coordinator:
         """Takes in what a rank measured."""
         job = self._jobs.get(job_id)
         if job.report_rank(lease_id, step, measured, now=self._clock()):
-            self._metrics.rank_reported(job, job.step(step))
+            self._metrics.jobs.rank_reported(job, job.step(step))
         self._recoveries.advance(job)
 
     def give_up_step(self, job_id: str, lease_id: str, step: int, reason: str) -> None:
@@ -597,7 +597,7 @@ class Coordinator:
         job.keeps(record.step, more)
         replanned = job.planned(record)
         if replanned:
-            self._metrics.step_replanned(job, record.plan.epoch)
+            self._metrics.jobs.step_replanned(job, record.plan.epoch)
         if not job.spec.placement.uses_in_place:
             _log_where(job, record)
         for rank, event in publication.by_rank.items():
@@ -605,14 +605,14 @@ class Coordinator:
         for member in self._membership.pool():
             if member.server_id in publication.by_server:
                 self._streams.send_to_server(member, publication.by_server[member.server_id])
-        self._metrics.step_planned(job, publication)
+        self._metrics.jobs.step_planned(job, publication)
         _trace(job, record, planned_at, replanned=replanned)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
     def _fail(self, job: Job, step: int, error: str) -> None:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
         job.failed(step)
-        self._metrics.plan_failed(job, step)
+        self._metrics.jobs.plan_failed(job, step)
         self._streams.send_to_ranks(job, failed_event(job, step, error))
 
     def _pool_jobs(self) -> list[Job]:
@@ -624,7 +624,7 @@ class Coordinator:
             if isinstance(outcome, FailedStep):
                 self._fail(job, outcome.step, outcome.error)
             else:
-                self._metrics.step_ready(job, outcome.step)
+                self._metrics.jobs.step_ready(job, outcome.step)
                 self._plan(job, outcome)
         self._recoveries.advance(job)
 

@@ -200,5 +200,5 @@ class Recoveries:
             [step.step for step in ready],
         )
         for step in ready:
-            self._metrics.step_ready(job, step.step)
+            self._metrics.jobs.step_ready(job, step.step)
             self._plan(job, step)

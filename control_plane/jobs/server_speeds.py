@@ -1,19 +1,32 @@
-"""The measured speed of a job's servers, beside their profiles."""
+"""The measured speed of a job's servers, beside their profiles.
+
+A profile is measured alone on a quiet device; in a job a server may run faster or slower: clocks,
+neighbours, heat. Plans are made ahead, so a correction shows in measurements only some steps later.
+A full correction per step would be repeated until then and overshoot. Each step therefore goes only
+a part of the way, in logarithms, so that halving and doubling weigh the same; small deviations,
+which are noise, are left alone; and a single wild measurement moves a speed by a bounded factor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from control_plane.planner.speed import correct_speeds
+DAMPING = 0.2
+"""Share of the deviation corrected per step: stable for plans made up to 3 steps ahead."""
+DEAD_BAND = 0.02
+"""Relative deviation that counts as noise."""
+LARGEST_STEP = 1.5
+"""Factor by which one measurement may change a speed at most."""
+SLOWEST, FASTEST = 0.05, 20.0
+"""Bounds of a correction: beyond them a server is not slow but broken, or its profile is."""
 
 
 class ServerSpeeds:
     """The corrections of one job's servers, by id; 1.0 until something was measured.
 
-    A server's measured seconds are compared with the plan that they belong to. Plans are made
-    ahead, with the speeds of their time, so each measurement is first read as an absolute speed
-    and the correction then goes part of the way there: steps planned before a correction took
-    effect do not repeat it.
+    A server's measured seconds are compared with the plan that they belong to, made with the speed
+    of its time: steps planned before a correction took effect do not repeat it.
     """
 
     def __init__(self) -> None:
@@ -24,7 +37,7 @@ class ServerSpeeds:
         return self._speeds.get(server_id, 1.0)
 
     def snapshot(self) -> Mapping[str, float]:
-        """All speeds that differ from 1.0, as they are now."""
+        """All speeds that were corrected, as they are now."""
         return dict(self._speeds)
 
     def measured(
@@ -43,8 +56,11 @@ class ServerSpeeds:
             measured_seconds: busy seconds that the server reports.
         """
         speed = self.of(server_id)
-        if speed > 0 and planned_speed > 0:
-            at_speed = predicted_seconds * planned_speed / speed
-            self._speeds[server_id] = float(
-                correct_speeds([speed], [at_speed], [measured_seconds])[0]
-            )
+        expected = predicted_seconds * planned_speed / speed
+        if not (expected > 0 and 0 < measured_seconds < math.inf):
+            return
+        deviation = math.log(expected / measured_seconds)
+        if abs(deviation) > math.log1p(DEAD_BAND):
+            largest = math.log(LARGEST_STEP)
+            step = min(max(DAMPING * deviation, -largest), largest)
+            self._speeds[server_id] = min(max(speed * math.exp(step), SLOWEST), FASTEST)

@@ -14,7 +14,6 @@ from control_plane.cold_start.planner import PlannerState
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.membership import Member
-from control_plane.jobs.publication import Publication
 from control_plane.jobs.step import StepRecord
 from control_plane.metrics.job_metrics import JobMetrics
 from control_plane.metrics.server_metrics import PREFIX, SERVER_KINDS, ServerMetrics
@@ -66,61 +65,36 @@ class Metrics:
 
     Args:
         registry: where they appear; None for one of their own.
+
+    Attributes:
+        jobs, servers: those of one job or server.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._of_jobs = JobMetrics(self.registry)
-        self._of_servers = ServerMetrics(self.registry)
+        self.jobs = JobMetrics(self.registry)
+        self.servers = ServerMetrics(self.registry)
         self._series = ControlPlaneTable(self.registry)
 
     def job_opened(self, spec: JobSpec) -> None:
         """A job was created."""
         self._series.jobs.inc()
-        self._of_jobs.opened(spec)
+        self.jobs.opened(spec)
 
     def job_closed(self, job: Job) -> None:
         """A job was closed; its series go."""
         self._series.jobs.dec()
         self._series.jobs_closed_total.labels("failed" if job.closed else "finished").inc()
-        self._of_jobs.closed(job.spec.name)
-
-    def manifest_received(self, job: Job) -> None:
-        """A rank handed in a manifest."""
-        self._of_jobs.manifest_received(job)
-
-    def step_ready(self, job: Job, step: int) -> None:
-        """The last manifest of a step is here: it can be planned."""
-        self._of_jobs.step_ready(job, step)
-
-    def step_planned(self, job: Job, publication: Publication) -> None:
-        """A plan was made and published."""
-        self._of_jobs.step_planned(job, publication)
-
-    def plan_failed(self, job: Job, step: int) -> None:
-        """No plan could be made for a step."""
-        self._of_jobs.plan_failed(job, step)
-
-    def step_replanned(self, job: Job, epoch: int) -> None:
-        """A step was planned again, under a higher epoch."""
-        self._of_jobs.step_replanned(job, epoch)
-
-    def rank_reported(self, job: Job, record: StepRecord) -> None:
-        """A rank reported a step for the first time."""
-        self._of_jobs.rank_reported(job, record)
+        self.jobs.closed(job.spec.name)
 
     def server_reported(self, job: Job, record: StepRecord, server_id: str) -> None:
         """A live server reported a step for the first time."""
-        self._of_servers.reported(record, server_id, job.spec.n_layers)
-        self._of_jobs.server_reported(job, record)
+        self.servers.reported(record, server_id, job.spec.n_layers)
+        self.jobs.server_reported(job, record)
 
     def registered(self, kind: str) -> None:
         """A ``"rank"`` or a pool ``"server"`` joined."""
         self._series.registrations_total.labels(kind).inc()
-
-    def heartbeat(self, member: Member) -> None:
-        """A server reported its load."""
-        self._of_servers.heartbeat(member)
 
     def members_changed(self, members: Sequence[Member]) -> None:
         """A server came, went or began to drain."""
@@ -133,13 +107,13 @@ class Metrics:
         self._series.leases.labels("server").set(
             counts["pool", "serving"] + counts["pool", "draining"]
         )
-        self._of_servers.changed(members)
+        self.servers.changed(members)
 
     def ranks_changed(self, jobs: Iterable[Job]) -> None:
         """A rank came or went; ``jobs`` are those that are open."""
         jobs = list(jobs)
         self._series.leases.labels("rank").set(sum(len(job.joined_ranks) for job in jobs))
-        self._of_jobs.ranks_changed(jobs)
+        self.jobs.ranks_changed(jobs)
 
     def subscribers_changed(self, *, ranks: int, servers: int) -> None:
         """A stream began or ended."""
@@ -163,7 +137,7 @@ class Metrics:
     def server_lost(self, job: Job, server_id: str, cause: str) -> None:
         """Note a rank's report that ``job`` has lost a server: a failure, unless another reported
         it in the same epoch. The recovery for it begins the next, in which it may be lost again."""
-        if self._of_jobs.note_loss(job, server_id):
+        if self.jobs.note_loss(job, server_id):
             self.failure_detected(cause)
 
     def planner_changed(self, name: str, state: PlannerState) -> None:

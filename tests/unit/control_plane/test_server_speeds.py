@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.jobs.server_speeds import ServerSpeeds
+from control_plane.jobs.server_speeds import (
+    DAMPING,
+    DEAD_BAND,
+    FASTEST,
+    LARGEST_STEP,
+    SLOWEST,
+    ServerSpeeds,
+)
 
 
 def follow(true_speed: float, *, steps: int, steps_ahead: int) -> list[float]:
@@ -42,4 +49,26 @@ def test_a_server_that_was_not_measured_keeps_its_speed() -> None:
     assert speeds.of("node") == 1.0
     speeds.measured("node", planned_speed=1.0, predicted_seconds=0.0, measured_seconds=1.0)
     assert speeds.of("node") == 1.0
-    assert speeds.snapshot() == {"node": 1.0}
+    speeds.measured("node", planned_speed=1.0, predicted_seconds=1.0, measured_seconds=0.0)
+    assert speeds.snapshot() == {}
+
+
+@pytest.mark.parametrize(
+    ("measured", "speed"),
+    [
+        pytest.param(1 + 0.9 * DEAD_BAND, 1.0, id="noise"),
+        pytest.param(1 / (1 + 0.9 * DEAD_BAND), 1.0, id="noise, faster"),
+        pytest.param(2.0, 0.5**DAMPING, id="a part of the way"),
+        pytest.param(1e6, 1 / LARGEST_STEP, id="a wild measurement"),
+        pytest.param(1e-6, LARGEST_STEP, id="a wild measurement, faster"),
+    ],
+)
+def test_a_measurement_moves_a_speed_by_a_bounded_part(measured: float, speed: float) -> None:
+    speeds = ServerSpeeds()
+    speeds.measured("node", planned_speed=1.0, predicted_seconds=1.0, measured_seconds=measured)
+    assert speeds.of("node") == pytest.approx(speed)
+
+
+def test_speeds_have_bounds() -> None:
+    assert follow(1e-6, steps=60, steps_ahead=0)[-1] == SLOWEST
+    assert follow(1e6, steps=60, steps_ahead=0)[-1] == FASTEST
