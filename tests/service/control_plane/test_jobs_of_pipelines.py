@@ -157,7 +157,7 @@ def test_what_servers_measure_is_spread_over_slots_as_expected() -> None:
     base = np.array([[[4.0, 0.0], [0.0, 0.0]]])
     attention = np.array([[[0.0, 4.0], [2.0, 2.0]]])
     slots = SlotForecast(home_seconds=base + attention, base_seconds=base, seconds=base + attention)
-    assert slots.target_load_seconds.tolist() == [[4.0, 2.0]]
+    assert slots.level_seconds.tolist() == [[4.0, 2.0]]
     assert slots.imbalance.tolist() == [1.0, 1.0]
     assert slots.measured_imbalance(np.array([2.0, 6.0])) == pytest.approx(1.0)
     # The second server takes 1.5 times as long: 6 s in the first slot, whose target load is 5 then.

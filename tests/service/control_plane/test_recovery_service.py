@@ -347,7 +347,7 @@ def test_pool_that_is_too_small_leaves_the_work_at_home_and_says_so(
     with (
         running({"rotating": planner}) as control_plane,
         client_of(control_plane.address) as client,
-        caplog.at_target_load("INFO"),
+        caplog.at_level("INFO"),
     ):
         client.register("small", capacity_rows=1)
         pair = open_pair(client, standby=True)

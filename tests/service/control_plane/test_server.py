@@ -188,7 +188,7 @@ def start(**changes: Any) -> None:
 
 
 def test_the_log_says_on_which_addresses_it_listens(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_target_load(logging.INFO, "control_plane.server"):
+    with caplog.at_level(logging.INFO, "control_plane.server"):
         start(listen_address="0.0.0.0:0", metrics_address="[::]:0")
     said = "\n".join(caplog.messages)
     assert re.search(r"^gRPC on 0\.0\.0\.0:[1-9]\d* asks for no client certificates", said, re.M)

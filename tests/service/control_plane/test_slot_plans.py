@@ -19,7 +19,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError, ScheduleError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.pipelining import Pipelining
-from core_attention.plan import Plan, SlotForecast, target_load_seconds
+from core_attention.plan import Plan, SlotForecast, level_seconds
 from core_attention.schedule_orders import SCHEDULES
 from tests.support.cut_manifests import cut_in_two
 from tests.support.planning_cases import PROFILE, SHAPE, in_place, pool
@@ -203,7 +203,7 @@ def test_halves_of_unequal_tokens_are_even_together(name: str, seed: int) -> Non
     assert len({int(manifest.tokens_per_rank(k)[0]) for k in range(8)}) > 4
     _, slots = planned(manifest, in_place(4), pipes)
     busy, base = slots.seconds.sum(axis=0), slots.base_seconds.sum(axis=0)
-    target_load = target_load_seconds(base, (busy - base).sum(axis=1))
+    target_load = level_seconds(base, (busy - base).sum(axis=1))
     # 0.02 for slots next to a change of who idles.
     assert busy.max(axis=1).sum() <= (1 + TOLERANCE + 0.02) * target_load.sum()
 

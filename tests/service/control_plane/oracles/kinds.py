@@ -112,7 +112,7 @@ class Miss:
     """A phase of a plan that is above the promise.
 
     Attributes:
-        over_level: busiest server's seconds / the target load.
+        over_target_load: busiest server's seconds / the target load.
         seconds_over_bound: busiest server's seconds / the least that any plan takes.
         is_proven: that no plan can keep it.
     """
@@ -126,7 +126,7 @@ class Miss:
     def __str__(self) -> str:
         proof = "no plan can" if self.is_proven else "DEFECT"
         return (
-            f"{self.kind}: {self.phase} {self.over_level:.3f}, {self.seconds_over_bound:.3f} of "
+            f"{self.kind}: {self.phase} {self.over_target_load:.3f}, {self.seconds_over_bound:.3f} of "
             f"the bound: {proof}"
         )
 
