@@ -94,20 +94,6 @@ def silent_server_is_gone(client: Client, leases: dict[str, tuple[str, str, Watc
     return n_servers(client) == 0
 
 
-def test_rank_whose_stream_broke_is_dead_before_its_lease_ends() -> None:
-    coordinator = {"lease_seconds": 60.0, "broken_stream_seconds": 0.4}
-    with (
-        running(coordinator=coordinator) as control_plane,
-        client_of(control_plane.address) as client,
-    ):
-        (job_id, lease), (_, other) = client.open(0), client.open(1)
-        broken, watcher = client.watch_rank(job_id, lease), client.watch_rank(job_id, other)
-        for watched in (broken, watcher):
-            watched.next("job_opened")
-        broken.cancel()
-        assert "rank 0 on host-0" in watcher.next("job_closed").error
-
-
 def test_silent_rank_closes_the_job_and_takes_its_server_with_it(client: Client) -> None:
     spec = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
     (job_id, silent), (_, alive) = client.open(0, spec), client.open(1, spec)

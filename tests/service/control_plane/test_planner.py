@@ -202,7 +202,7 @@ def test_backward_pieces_are_long() -> None:
     assert (tasks.q_end - tasks.q_begin)[cut & ~at_home].min() >= 1024
 
 
-def test_nothing_moves_when_all_is_target_load() -> None:
+def test_nothing_moves_when_all_is_even() -> None:
     plan = plan_of(stream_manifest([8192] * 4, 4), in_place(4))
     assert all(forecast.bytes_in.sum() == 0 for forecast in forecasts(plan))
     assert "nothing moves" in plan.reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -90,36 +89,3 @@ def test_rank_that_leaves_before_the_end_of_a_step_may_be_done_without(client: C
     planned = pair.watchers[0].next("step_planned")
     assert planned.plan.manifest.step == 0
     assert planned.plan.epoch == recover.epoch
-
-
-def test_ranks_that_leave_one_after_the_other_disturb_nobody(client: Client) -> None:
-    pair = open_pair(client)
-    # One step ahead of the last that they run.
-    pair.submit(0)
-    pair.plans()
-    client.close_job(pair.job_id, pair.leases[1])
-    time.sleep(LEAVE_SECONDS / 3)
-    client.close_job(pair.job_id, pair.leases[0])
-    assert pair.watchers[0].next("job_closed").error == ""
-    assert pair.watchers[0].end() is None
-
-
-def test_rank_that_leaves_after_its_last_step_disturbs_nobody(client: Client) -> None:
-    pair = open_pair(client)
-    pair.submit(0)
-    pair.plans()
-    client.report_rank(pair.job_id, pair.leases[1], 0, 1)
-    client.close_job(pair.job_id, pair.leases[1])
-    time.sleep(2 * LEAVE_SECONDS)
-    assert pair.watchers[0].is_quiet()
-
-
-def test_others_that_finish_in_time_are_not_disturbed(client: Client) -> None:
-    pair = open_pair(client)
-    pair.submit(0)
-    pair.plans()
-    client.close_job(pair.job_id, pair.leases[1])
-    client.report_rank(pair.job_id, pair.leases[0], 0, 0)
-    assert pair.watchers[0].next("step_finished").step == 0
-    time.sleep(2 * LEAVE_SECONDS)
-    assert pair.watchers[0].is_quiet()

@@ -193,40 +193,6 @@ def test_finished_and_forgotten_steps_are_not_planned_again(client: Client) -> N
     assert all(watcher.is_quiet() for watcher in pair.watchers)
 
 
-def test_reports_of_an_epoch_that_is_over_or_of_idle_servers_change_nothing(
-    client: Client,
-) -> None:
-    client.register("s0")
-    client.register("s1")
-    pair = open_pair(client)
-    pair.submit(0)
-    epoch = pair.plans()[0].plan.epoch
-    pair.lose("no-such-server", epoch=epoch)
-    pair.lose("s0", epoch=epoch - 1)
-    time.sleep(0.3)
-    assert all(watcher.is_quiet() for watcher in pair.watchers)
-    pair.lose("s0", epoch=epoch)
-    recover = pair.recover()
-    pair.lose("s1", 1, epoch=epoch)
-    pair.answer(recover.epoch, {0: [0, 0]}, {0: [0, 0]})
-    assert [servers_of(planned) for planned in pair.plans()] == [["s1"], ["s1"]]
-    assert all(watcher.is_quiet() for watcher in pair.watchers)
-
-
-def test_losses_that_come_together_make_one_recovery(client: Client) -> None:
-    for server in ("s0", "s1", "s2"):
-        client.register(server)
-    pair = open_pair(client)
-    pair.submit(0)
-    epoch = pair.plans()[0].plan.epoch
-    pair.lose("s1", 0, epoch=epoch)
-    pair.lose("s0", 1, epoch=epoch)
-    recover = pair.recover()
-    assert recover.lost_server_ids == ["s0", "s1"]
-    pair.answer(recover.epoch, {0: [0, 0]}, {0: [0, 0]})
-    assert servers_of(pair.plans()[0]) == ["s2"]
-
-
 def test_lost_server_is_left_out_until_it_registers_anew(client: Client) -> None:
     leases = {server: client.register(server) for server in ("s0", "s1")}
     pair = open_pair(client)
@@ -274,17 +240,6 @@ def test_server_that_leaves_its_steps_hands_them_over(client: Client) -> None:
     planned = pair.plans()[0]
     assert planned.plan.epoch > epoch
     assert servers_of(planned) == ["s1"]
-
-
-def test_server_that_leaves_with_its_steps_done_is_not_missed(client: Client) -> None:
-    leases = {server: client.register(server) for server in ("s0", "s1")}
-    pair = open_pair(client)
-    pair.submit(2)
-    pair.plans()
-    client.report_server(pair.job_id, leases["s0"], 2, "s0")
-    deregister(client, leases["s0"])
-    time.sleep(0.3)
-    assert all(watcher.is_quiet() for watcher in pair.watchers)
 
 
 def test_server_that_lives_and_does_no_work_is_fenced() -> None:
@@ -445,64 +400,6 @@ def test_steps_handed_in_during_a_recovery_are_planned_after_it(client: Client) 
     for planned in pair.plans():
         assert planned.plan.manifest.step == 1
         assert planned.plan.epoch == recover.epoch
-
-
-def test_job_is_given_up_when_recoveries_do_not_help() -> None:
-    with (
-        running(coordinator={"max_fruitless_recoveries": 2}) as control_plane,
-        client_of(control_plane.address) as client,
-    ):
-        pair = open_pair(client, placement=jobs_pb2.PLACEMENT_IN_PLACE)
-        pair.submit(0)
-        epoch = pair.plans()[0].plan.epoch
-        for _ in range(3):
-            pair.lose("train.rank-1", epoch=epoch)
-            epoch = pair.recover().epoch
-            pair.answer(epoch, {0: [0, 0]}, {0: [0, 0]})
-            # Its rank lives, so it is not left out.
-            assert "train.rank-1" in servers_of(pair.plans()[1])
-        pair.lose("train.rank-1", epoch=epoch)
-        error = pair.watchers[0].next("job_closed").error
-        assert error.startswith("3 recoveries in a row, and no rank has completed a tick: ")
-
-
-def test_rank_that_does_not_answer_is_named() -> None:
-    with (
-        running(coordinator={"answer_seconds": 0.5, "lease_seconds": 3.0}) as control_plane,
-        client_of(control_plane.address) as client,
-    ):
-        client.register("s0")
-        pair = open_pair(client)
-        pair.submit(0)
-        pair.lose("s0", epoch=pair.plans()[0].plan.epoch)
-        recover = pair.recover()
-        client.report_progress(pair.job_id, pair.leases[0], recover.epoch, {0: [0, 0]})
-        error = pair.watchers[0].next("job_closed").error
-        assert "ranks [1] have not said in 0.5 s how far they are" in error
-
-
-def test_rank_that_leaves_during_a_recovery_is_not_waited_for(client: Client) -> None:
-    client.register("s0")
-    client.register("s1")
-    pair = open_pair(client)
-    pair.submit(0)
-    pair.lose("s0", epoch=pair.plans()[0].plan.epoch)
-    recover = pair.recover()
-    client.report_progress(pair.job_id, pair.leases[0], recover.epoch, {0: [8, 8]})
-    client.close_job(pair.job_id, pair.leases[1])
-    planned = pair.watchers[0].next("step_planned")
-    assert first_tick_of(planned) == [8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("ticks", "match"),
-    [([1], "has complete_ticks"), ([1, 9], "up to 8 ticks each"), ([], "2 nano-batches")],
-)
-def test_impossible_progress_is_refused(client: Client, ticks: list[int], match: str) -> None:
-    client.register("s0")
-    pair = open_pair(client)
-    with pytest.raises(rpc.InvalidRequest, match=match):
-        client.report_progress(pair.job_id, pair.leases[0], 1, {0: ticks})
 
 
 def test_report_of_a_step_that_is_being_planned_again_is_taken(client: Client) -> None:

@@ -187,13 +187,6 @@ def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
     assert transports() == ["ucxx"]
 
 
-def test_a_transport_is_a_name(client: Client) -> None:
-    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
-        client.register("s0", transport="u c x")
-    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
-        client.open(0, job_spec(transport="u c x"))
-
-
 def test_server_without_a_task_gets_nothing(client: Client) -> None:
     watchers = {}
     for index in range(7):
@@ -354,16 +347,6 @@ def test_planner_that_breaks_fails_the_step_instead_of_the_job(
     assert "planning step 1 failed" in caplog.text
 
 
-def test_ranks_that_disagree_on_forward_only_fail_the_step(client: Client) -> None:
-    client.register("s0")
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[0])
-    watcher.next("job_opened")
-    client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
-    client.submit(job_id, leases[1], rank_manifest(0, 1))
-    assert "ranks [0] say that step 0 is forward only" in watcher.next("step_failed").error
-
-
 def test_rank_that_fails_closes_the_job_for_all(client: Client) -> None:
     server = client.watch_server(client.register("s0"))
     job_id, leases = open_pair(client)
@@ -376,38 +359,6 @@ def test_rank_that_fails_closes_the_job_for_all(client: Client) -> None:
     assert server.next("job_closed").error == "rank 0 failed: out of memory"
     with pytest.raises(rpc.UnknownJob, match="is closed: rank 0 failed: out of memory"):
         client.submit(job_id, leases[1], rank_manifest(0, 1))
-
-
-def test_rank_that_leaves_early_fails_the_steps_that_wait_for_it(client: Client) -> None:
-    client.register("s0")
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[1])
-    watcher.next("job_opened")
-    client.submit(job_id, leases[1], rank_manifest(9, 1))
-    client.close_job(job_id, leases[0])
-    failed = watcher.next("step_failed")
-    assert failed.step == 9
-    assert "ranks [0] left the job" in failed.error
-
-
-def test_who_waits_for_a_rank_that_was_refused_learns_why_at_once(client: Client) -> None:
-    client.register("s0")
-    job_id, lease = client.open(0)
-    watcher = client.watch_rank(job_id, lease)
-    watcher.next("job_opened")
-    client.submit(job_id, lease, rank_manifest(0, 0))
-    with pytest.raises(rpc.FailedPrecondition):
-        client.open(1, job_spec(n_layers=5))
-    failed = watcher.next("step_failed")
-    assert failed.step == 0
-    assert "rank 1 opens job train-" in failed.error
-    assert "n_layers 5 instead of 4" in failed.error
-    # So does who submits later; when the rank has joined, the step is planned.
-    client.submit(job_id, lease, rank_manifest(1, 0))
-    assert watcher.next("step_failed").step == 1
-    _, other = client.open(1)
-    submit_pair(client, job_id, [lease, other], 2)
-    assert plan_from_proto(watcher.next("step_planned").plan).step == 2
 
 
 def test_describe_job_shows_who_is_missing(client: Client) -> None:
@@ -482,13 +433,6 @@ def test_register_server_refuses(client: Client, changes: dict[str, Any], match:
     request = membership_pb2.RegisterServerRequest(server=server_description("s0", **changes))
     with pytest.raises(rpc.InvalidRequest, match=match):
         client.membership.RegisterServer(request)
-
-
-def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
-    server = server_description("s0")
-    server.profiles[0].forward_seconds[2] = 0.0
-    with pytest.raises(rpc.InvalidRequest, match=r"server 's0': CostProfile: forward_seconds"):
-        client.membership.RegisterServer(membership_pb2.RegisterServerRequest(server=server))
 
 
 def test_a_server_keeps_its_id_while_it_watches_and_is_not_replaced(client: Client) -> None:
@@ -638,16 +582,6 @@ def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Clie
         client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
 
 
-def test_heartbeat_refuses_an_impossible_load(client: Client) -> None:
-    lease = client.register("s0")
-    with pytest.raises(rpc.InvalidRequest, match=r"busy_ratio is 1\.5"):
-        client.membership.Heartbeat(
-            membership_pb2.HeartbeatRequest(
-                lease_id=lease, load=membership_pb2.ServerLoad(busy_ratio=1.5)
-            )
-        )
-
-
 def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> None:
     server_lease = client.register("s0")
     job_id, leases = open_pair(client)
@@ -672,19 +606,6 @@ def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> N
         )
 
 
-def test_sixty_four_steps_are_kept_and_older_ones_forgotten(client: Client) -> None:
-    client.register("s0")
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[0])
-    watcher.next("job_opened")
-    for step in range(66):
-        submit_pair(client, job_id, leases, step)
-        watcher.next("step_planned")
-    client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=2))
-    with pytest.raises(rpc.UnknownStep, match="now: 2 to 65"):
-        client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=1))
-
-
 def test_health_says_serving_for_every_service(client: Client) -> None:
     health = health_pb2_grpc.HealthStub(client.channel)
     for service in ("", "distca.v1.Jobs", "distca.v1.Membership"):
@@ -692,18 +613,6 @@ def test_health_says_serving_for_every_service(client: Client) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(rpc.NotFound):
         health.Check(health_pb2.HealthCheckRequest(service="nope"))
-
-
-def test_backlog_of_manifests_is_bounded() -> None:
-    with (
-        running(coordinator={"max_pending_steps": 3}) as control_plane,
-        client_of(control_plane.address) as client,
-    ):
-        job_id, leases = open_pair(client)
-        for step in range(3):
-            client.submit(job_id, leases[0], rank_manifest(step, 0))
-        with pytest.raises(rpc.ResourceExhausted, match=r"3 steps .* ranks \[1\]"):
-            client.submit(job_id, leases[0], rank_manifest(3, 0))
 
 
 def test_reader_that_falls_behind_is_dropped_and_may_watch_again() -> None:

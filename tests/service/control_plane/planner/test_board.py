@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from control_plane.planner.board import (
-    BEGIN,
     BYTES,
     COST,
-    END,
-    NEXT,
-    SEGMENT,
     Board,
     Limits,
     add_chunk,
@@ -54,26 +49,6 @@ export = callable_from_python(add_chunk)
 @pytest.fixture
 def board() -> Board:
     return empty_board(3, N_RANKS, [[(0, 60)], [(0, 100)]])
-
-
-def free_parts(board: Board, rank: int) -> list[tuple[int, int, int]]:
-    found, at = [], int(board.first_free[rank])
-    while at >= 0:
-        part = board.free[at]
-        found.append((int(part[SEGMENT]), int(part[BEGIN]), int(part[END])))
-        at = int(part[NEXT])
-    return found
-
-
-def test_free_parts_are_listed_latest_end_first(board: Board) -> None:
-    for segment, begin, end in ((0, 0, 40), (1, 0, 50), (0, 50, 60), (2, 0, 10)):
-        add(board, 0, segment, begin, end)
-    assert free_parts(board, 0) == [(0, 50, 60), (1, 0, 50), (0, 0, 40), (2, 0, 10)]
-    assert free_parts(board, 1) == []
-    remove(board, 0, 1)
-    assert free_parts(board, 0) == [(0, 50, 60), (0, 0, 40), (2, 0, 10)]
-    remove(board, 0, 2)
-    assert free_parts(board, 0) == [(0, 0, 40), (2, 0, 10)]
 
 
 def test_keys_are_there_that_a_rank_has_and_that_a_server_was_given(board: Board) -> None:
@@ -152,9 +127,3 @@ def test_a_chunk_needs_room_at_every_process(need: str) -> None:
     assert can_afford(SEGMENTS, FLEET, enough, *CHUNK)
     getattr(enough, column)[at] = amount - 1
     assert not can_afford(SEGMENTS, FLEET, enough, *CHUNK)
-
-
-def test_without_limits_all_is_affordable() -> None:
-    none = limits(3, N_RANKS, active=False, rows=0, sent=0.0, received=0.0)
-    assert can_afford(SEGMENTS, FLEET, none, *CHUNK)
-    assert np.all(none.rows == 0)

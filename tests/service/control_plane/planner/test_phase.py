@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from control_plane.planner.fleet import build_fleet
 from control_plane.planner.phase import (
     FINEST_RUNG,
     LEAST_RELIEF,
@@ -15,17 +14,12 @@ from control_plane.planner.phase import (
     SMALL_FLEET_DRIFT,
     Outcome,
     _better,
-    _given_up,
-    _is_anyone_above,
-    _is_final,
     _may_search_again,
     _rungs,
     _seen_from,
     _undercuts,
 )
 from tests.service.control_plane.planner.compiled_calls import callable_from_python
-from tests.service.control_plane.planner.test_opening import work_of
-from tests.support.planning_cases import in_place, uniform_profile
 
 LEVEL = 10.0
 PLAN = Outcome(
@@ -119,14 +113,6 @@ def test_a_tighter_plan_leaves_what_the_asked_tolerance_allows() -> None:
     assert math.isinf(seen(tight._replace(raised=math.inf), 0.01, 0.04).raised)
 
 
-def test_planning_again_helps_where_something_moves_and_all_fits() -> None:
-    final = callable_from_python(_is_final)
-    assert not final(PLAN)
-    assert final(PLAN._replace(n_chunks=0))
-    assert final(PLAN._replace(stuck_segment=0))
-    assert final(PLAN._replace(stuck_server=0))
-
-
 def test_a_search_that_gave_up_is_made_again_only_at_a_higher_target_load() -> None:
     again = callable_from_python(_may_search_again)
     gave_up = PLAN._replace(raised=math.inf)
@@ -134,17 +120,3 @@ def test_a_search_that_gave_up_is_made_again_only_at_a_higher_target_load() -> N
     assert not again(gave_up, PLAN._replace(scale=1.0 + 0.9 * LEAST_RELIEF))
     assert again(gave_up, PLAN._replace(scale=1.0 + 1.1 * LEAST_RELIEF))
     assert again(PLAN._replace(raised=MUCH), PLAN)
-
-
-def test_a_sample_that_shows_too_many_chunks_counts_as_given_up_at_its_own_rates() -> None:
-    sample = PLAN._replace(work_ratio=1.05, excess=3.0)
-    outcome = Outcome(*callable_from_python(_given_up)(sample))
-    assert outcome == sample._replace(scale=1.05, raised=math.inf)
-
-
-def test_whose_own_work_or_base_load_is_above_the_cap_gives() -> None:
-    is_above = callable_from_python(_is_anyone_above)
-    fleet = build_fleet(in_place(3, profile=uniform_profile()), 3)
-    assert not is_above(10.0, work_of([10.0, 3.0, 0.0]), fleet)
-    assert is_above(10.0, work_of([3.0, 10.1, 0.0]), fleet)
-    assert is_above(10.0, work_of([3.0, 8.0, 0.0], base=(0.0, 2.1, 0.0)), fleet)

@@ -9,7 +9,6 @@ from control_plane.planner.board import (
     BEGIN,
     CHUNKS,
     END,
-    FIRST_REST,
     FREE,
     SEGMENT,
     SERVER,
@@ -79,16 +78,6 @@ def test_neighbours_on_one_server_are_one_task_of_one_segment(board: Board) -> N
     chunk(board, 1, 40, 60, 2)
     rest(board, 0, 0, 20)
     assert tasks_of(board, segments) == [(0, 0, 20, 1), (0, 20, 40, 2), (0, 40, 60, 2)]
-
-
-def test_parts_that_were_cut_again_do_not_count(board: Board) -> None:
-    segments = segments_of([(0, 0, 40, 1)])
-    board.used[FIRST_REST] = board.used[FREE] = 1  # before the cuts
-    rest(board, -1, 0, 30)
-    rest(board, 0, 0, 10)
-    chunk(board, 0, 10, 30, 0)
-    chunk(board, 0, 30, 40, 2)
-    assert tasks_of(board, segments) == [(0, 0, 10, 1), (0, 10, 30, 0), (0, 30, 40, 2)]
 
 
 def test_segments_that_moved_whole_run_where_they_went(board: Board) -> None:
