@@ -37,11 +37,11 @@ from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
+from distca.apps.simulator.lengths import sample_lengths
+from distca.apps.simulator.packing import pack_in_order, rank_manifests
 from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
 from distca.contract.rpc import DEFAULT_MAX_MESSAGE_BYTES
 from distca.contract.tokens import JOB_TOKEN_KEY
-from distca.simulator.lengths import sample_lengths
-from distca.simulator.packing import pack_in_order, rank_manifests
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 STARTUP_DEADLINE_SECONDS = 60.0
@@ -175,7 +175,7 @@ async def open_channels(address: str, count: int) -> AsyncIterator[list[grpc.aio
 
 def shipped_profile() -> CostProfile:
     """The H200 profile that ships with the simulator."""
-    with as_file(files("distca.simulator") / "profiles" / "h200-llama3-8b.json") as path:
+    with as_file(files("distca.apps.simulator") / "profiles" / "h200-llama3-8b.json") as path:
         return CostProfile.load(path)
 
 

@@ -5,8 +5,8 @@
     python -m benchmarks.planner --only "T=128K Lmax=128K n=512 "
     python -m benchmarks.planner --pipelines
 
-Steps are drawn from the two length distributions of ``distca.simulator.lengths``; loads come from
-the H200 profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new
+Steps are drawn from the two length distributions of ``distca plan``; loads come from the
+H200 profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new
 one, as ordinary packing does; with ``Lmax > T`` it spans ranks. Bytes are of the forward pass of
 one layer: Q and O of every row that moves, K and V once per destination (log-sum-exp left out).
 Times are CPU seconds of one core for the whole call, from the manifest to the checked plan with
@@ -39,10 +39,10 @@ from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan, PlanServer
-from distca.simulator.lengths import sample_lengths
+from distca.apps.simulator.lengths import sample_lengths
 
 K = 1024
-PROFILE = Path(__file__).parents[1] / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json"
+PROFILE = Path(__file__).parents[1] / "distca/apps/simulator/profiles/h200-llama3-8b.json"
 GREEDY_TOLERANCE = 0.1
 SMALLEST_TOLERANCE = 0.02
 MOST_SERVERS_WITH_PAIRS = 512

@@ -37,8 +37,8 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape, format_shape
 from data_plane.buffer_pool import BufferPool
 from data_plane.ucxx.settings import UcxxSettings
-from distca.local.process import LocalProcess
-from distca.local.supervisor import Supervisor
+from distca.apps.local.process import LocalProcess
+from distca.apps.local.supervisor import Supervisor
 from distca.v1 import jobs_pb2
 from trainer_client import Placement, Session, SessionOptions, StepReport, core_attention
 

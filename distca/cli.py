@@ -1,5 +1,5 @@
-"""The ``distca`` command. Each subcommand lives in a module of ``distca.commands`` and imports what
-it needs when it runs, so that ``distca --help`` stays fast."""
+"""The ``distca`` command. Each subcommand lives in a module of ``distca.apps.commands`` and imports
+what it needs when it runs, so that ``distca --help`` stays fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from distca.commands import (
+from distca.apps.commands import (
     attention_node,
     certs,
     control_plane,

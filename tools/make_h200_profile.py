@@ -1,4 +1,4 @@
-"""Writes ``distca/simulator/profiles/h200-llama3-8b.json``: one H200, FlashAttention-4, Llama-3-8B.
+"""Writes the simulator's ``profiles/h200-llama3-8b.json``: one H200, FlashAttention-4, Llama-3-8B.
 
 The cost profile for planning without a GPU at hand. It interpolates a few measured throughputs
 (TFLOP/s, one H200, bf16, 32 query heads, 8 key/value heads, head dim 128):

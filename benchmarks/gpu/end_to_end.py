@@ -47,8 +47,8 @@ from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from core_attention.shape import AttentionShape, format_shape
-from distca.local.process import LocalProcess
-from distca.local.supervisor import Supervisor
+from distca.apps.local.process import LocalProcess
+from distca.apps.local.supervisor import Supervisor
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H200, by its data sheet; what MFU is a share of."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.plain_packing import TOLERANCES, pipeline_seconds_lost, seconds_lost
-from distca.report.measurements import StepMeasurements
+from distca.apps.report.measurements import StepMeasurements
 from trainer_client import Session
 
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))

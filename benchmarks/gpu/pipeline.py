@@ -56,8 +56,8 @@ from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from core_attention.schedule_orders import SCHEDULES
-from distca.local.supervisor import Supervisor
-from distca.train.device import prefer_many_queues
+from distca.apps.local.supervisor import Supervisor
+from distca.apps.train.device import prefer_many_queues
 
 _POLL_SECONDS = 0.5
 _STUCK_SECONDS = 45.0

@@ -8,8 +8,8 @@ from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Kind
-from distca.report.measurements import StepMeasurements
-from distca.simulator.pipeline import schedule_seconds
+from distca.apps.report.measurements import StepMeasurements
+from distca.apps.simulator.pipeline import schedule_seconds
 
 TOLERANCES = {"plain": 1000.0, "served": 0.03}
 """Of sessions, by the way; one of 1000 leaves every document at home."""

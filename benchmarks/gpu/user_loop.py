@@ -48,9 +48,9 @@ from benchmarks.gpu.training.stopwatch import Stopwatch
 from benchmarks.rank_group import RankGroup, begin_rank
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
-from distca.data.batch import IGNORED_LABEL
-from distca.local.supervisor import Supervisor
-from distca.train.language_model import LanguageModel
+from distca.apps.data.batch import IGNORED_LABEL
+from distca.apps.local.supervisor import Supervisor
+from distca.apps.train.language_model import LanguageModel
 from trainer_client import (
     PingPong,
     Placement,

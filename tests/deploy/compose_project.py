@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from distca.report.record import RunRecord
+from distca.apps.report.record import RunRecord
 from tests.deploy.docker_engine import Docker, DockerError
 
 SERVICES = ("control-plane", "attention-node", "trainer-0", "trainer-1", "prometheus")

@@ -18,9 +18,9 @@ from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import PlanServer
-from distca.data.batch import IGNORED_LABEL, TokenBatch
-from distca.simulator.lengths import sample_lengths
-from distca.simulator.packing import take_steps
+from distca.apps.data.batch import IGNORED_LABEL, TokenBatch
+from distca.apps.simulator.lengths import sample_lengths
+from distca.apps.simulator.packing import take_steps
 
 ONE_DOCUMENT = "one-document"
 """Instead of a distribution of lengths: one document that fills all ranks."""
@@ -70,7 +70,7 @@ def draw_batch(
         seed: of the lengths and tokens.
         n_ranks: ranks to fill.
         tokens_per_rank: a multiple of ``stretch``.
-        distribution: of the lengths, see ``distca.simulator.lengths``; or ONE_DOCUMENT.
+        distribution: of the lengths, see ``distca.apps.simulator.lengths``; or ONE_DOCUMENT.
         stretch: every document is that many times as long as it was drawn.
 
     Raises:

@@ -28,13 +28,13 @@ from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
 from core_attention.shape import AttentionShape
-from distca.report.measurements import StepMeasurements, tick_imbalance
-from distca.report.readable_timeline import readable_timeline
+from distca.apps.report.measurements import StepMeasurements, tick_imbalance
+from distca.apps.report.readable_timeline import readable_timeline
 from trainer_client import Placement, Session, SessionOptions, StepReport
 
 logger = logging.getLogger(__name__)
 
-PROFILE = Path(__file__).parents[3] / "distca/simulator/profiles/h200-llama3-8b.json"
+PROFILE = Path(__file__).parents[3] / "distca/apps/simulator/profiles/h200-llama3-8b.json"
 KEPT_FORWARD_TICKS = 3
 ADDRESS_FILE = "control-plane.address"
 POOL_METRIC = "distca_data_plane_buffer_pool_bytes"
@@ -266,7 +266,7 @@ class Disaggregated:
         tensors, predicted = self._steps[step]
         with self.session.step(step) as running:
             if step == 0:
-                # All are connected before a collective runs on a GPU; see distca.train.trainer.
+                # All are connected before a collective runs on a GPU.
                 dist.all_reduce(torch.zeros(1))
             loss = self.stack.forward_backward(tensors, predicted)
             self.stack.update()

@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.gpu.training.batches import Batch
 from core_attention.arrays import Int64Array
 from core_attention.manifest import Segment
-from distca.simulator.lengths import sample_lengths
-from distca.simulator.packing import take_steps
+from distca.apps.simulator.lengths import sample_lengths
+from distca.apps.simulator.packing import take_steps
 from trainer_client.turns.parts import neighbours, segments_of
 
 Layout = tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ def draw_microbatches(
         seed: of the lengths and tokens.
         n_microbatches: to fill.
         tokens: of each.
-        distribution: of the lengths, see ``distca.simulator.lengths``.
+        distribution: of the lengths, see ``distca.apps.simulator.lengths``.
         longest: longer documents are cut to it.
     """
     lengths = sample_lengths(distribution, n_microbatches * tokens, longest, seed)

@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.gpu.training.trace import category_of
-from distca.report.record import TimelineEvent
-from distca.report.style import figure_style
-from distca.report.timeline import draw_events
+from distca.apps.report.record import TimelineEvent
+from distca.apps.report.style import figure_style
+from distca.apps.report.timeline import draw_events
 
 SHORTEST_IDLE_SECONDS = 1e-3
 """Shorter pauses of a device are not drawn."""

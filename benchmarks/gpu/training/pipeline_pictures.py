@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distca.report.style import BLUE, GREEN, ORANGE, PURPLE, figure_style
+from distca.apps.report.style import BLUE, GREEN, ORANGE, PURPLE, figure_style
 
 KINDS = {
     "F": ("forward", BLUE),

@@ -41,10 +41,10 @@ from core_attention.arrays import Int64Array
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
+from distca.apps.report.measurements import StepMeasurements
+from distca.apps.train.layers import checkpoint_layers, compile_layers
+from distca.apps.train.ranks import sum_over_ranks
 from distca.contract.rpc import UnknownStep
-from distca.report.measurements import StepMeasurements
-from distca.train.layers import checkpoint_layers, compile_layers
-from distca.train.ranks import sum_over_ranks
 from trainer_client import (
     Pipeline,
     Pipelining,

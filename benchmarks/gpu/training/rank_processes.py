@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, spawn
 
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
-from distca.train.device import prefer_expandable_segments
+from distca.apps.train.device import prefer_expandable_segments
 
 GROUP_SECONDS = 300.0
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core_attention.shape import AttentionShape
-from distca.data.batch import TokenBatch
-from distca.train.language_model import LanguageModel
-from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
-from distca.train.sharding import shard_model
+from distca.apps.data.batch import TokenBatch
+from distca.apps.train.language_model import LanguageModel
+from distca.apps.train.layers import checkpoint_layers, compile_layers, decoder_layers
+from distca.apps.train.sharding import shard_model
 from trainer_client import PingPong
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 

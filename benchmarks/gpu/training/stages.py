@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distca.data.batch import IGNORED_LABEL
-from distca.train.loss import chunked_loss
+from distca.apps.data.batch import IGNORED_LABEL
+from distca.apps.train.loss import chunked_loss
 
 
 class StageModule(nn.Module):

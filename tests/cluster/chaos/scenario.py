@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distca.report.step_log import StepLog
+from distca.apps.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests.cluster.chaos.processes import Job, JobSettings
 from tests.cluster.chaos.tick_log import longest_wait

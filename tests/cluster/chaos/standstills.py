@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from distca.report.step_log import StepLog
+from distca.apps.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests.cluster.chaos.processes import Job, JobSettings, Process
 from tests.cluster.chaos.scenario import LOSS_TOLERANCE, RUN_SECONDS, References

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from distca.report.record import RunRecord, TrainingStep
-from distca.report.step_log import StepLog
+from distca.apps.report.record import RunRecord, TrainingStep
+from distca.apps.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests import ROOT
 

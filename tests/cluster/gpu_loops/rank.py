@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Llama
 import trainer_client.models.transformers  # noqa: F401  registers "distca"
 from benchmarks.rank_group import begin_rank
 from core_attention.shape import AttentionShape
-from distca.train.verify import relative_difference
+from distca.apps.train.verify import relative_difference
 from tests.cluster.gpu_loops.hazards import Hazards
 from tests.cluster.gpu_loops.matrix import Combination
 from trainer_client import (

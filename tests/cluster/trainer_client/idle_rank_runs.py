@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_client.models.transformers  # noqa: F401  # registers the implementation
 from core_attention.manifest import RankManifest
-from distca.train.sharding import whole
+from distca.apps.train.sharding import whole
 from tests.cluster.trainer_client.test_transformers import SIZES
 from trainer_client import PingPong, Session, SessionOptions, prepare_fsdp
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distca.train.sharding import shard_model
+from distca.apps.train.sharding import shard_model
 from tests.support.forkserver import run_forked
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.hooks.collectives import HostMeetings

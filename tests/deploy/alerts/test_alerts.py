@@ -39,7 +39,7 @@ UNEVEN = (
 NEARLY_OVER = """
 from datetime import timedelta
 from pathlib import Path
-from distca.certs.folder import CertificateFolder
+from distca.apps.certs.folder import CertificateFolder
 from distca.contract.identity import Identity, Role
 
 folder = CertificateFolder(Path("/certificates"), force=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distca.report.record import RunRecord
+from distca.apps.report.record import RunRecord
 from tests import ROOT
 from tests.deploy.compose_project import TRAINING_SECONDS, ComposeProject, wait_until
 from tests.deploy.conftest import VERIFIED_TRAINING

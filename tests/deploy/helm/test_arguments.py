@@ -15,11 +15,11 @@ from attention_node.settings import NodeSettings
 from control_plane.planner.planners import PLANNERS
 from control_plane.settings import ControlPlaneSettings
 from core_attention.shape import format_shape
+from distca.apps.doctor.examination import CHECKS
+from distca.apps.train.run import TrainerRun
 from distca.cli import app
 from distca.configuration import options_of
 from distca.contract.checks import MOST_SECONDS
-from distca.doctor.examination import CHECKS
-from distca.train.run import TrainerRun
 from tests.deploy.helm.chart import (
     CHART,
     VALUE_SETS,
@@ -267,7 +267,7 @@ def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPat
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "a",
     }
-    run = settings_of(arguments, env, "distca.train.run.run_trainer", monkeypatch)
+    run = settings_of(arguments, env, "distca.apps.train.run.run_trainer", monkeypatch)
     assert isinstance(run, TrainerRun)
     assert run.service.control_plane == "rel-distca-control-plane.research.svc:7700"
     assert run.service.placement.value == "mixed"

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from distca.certs.authority import Authority, Signed
+from distca.apps.certs.authority import Authority, Signed
 from distca.contract.identity import Identity, Role
 from distca.process.health_service import HealthCheck
 from tests.deploy.helm.chart import Manifest, container, environment, pod_specs, rendered

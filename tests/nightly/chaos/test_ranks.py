@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distca.report.step_log import StepLog
+from distca.apps.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests.cluster.chaos.processes import Job, JobSettings
 from tests.cluster.chaos.scenario import LOSS_TOLERANCE, Disturbance, References

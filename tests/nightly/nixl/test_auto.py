@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from distca.apps.doctor.cluster_probe import ClusterProbe
+from distca.apps.doctor.finding import Severity
+from distca.apps.doctor.settings import DoctorSettings
+from distca.apps.doctor.surroundings import Surroundings
+from distca.apps.doctor.transport_checks import check_transport
 from distca.contract import rpc
-from distca.doctor.cluster_probe import ClusterProbe
-from distca.doctor.finding import Severity
-from distca.doctor.settings import DoctorSettings
-from distca.doctor.surroundings import Surroundings
-from distca.doctor.transport_checks import check_transport
 from tests.service.trainer_client.test_parity import make_shape, spanning
 from tests.support.cluster import cluster
 from tests.support.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES

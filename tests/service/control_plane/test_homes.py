@@ -13,7 +13,7 @@ from control_plane.planner.homes import plan_homes
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from distca.simulator.lengths import sample_lengths
+from distca.apps.simulator.lengths import sample_lengths
 from tests.support.planning_cases import SHAPE, in_place, pool, stream_manifest
 
 TOKENS = 64 * 1024

@@ -30,7 +30,7 @@ from control_plane.leadership.leader_label import LEADER_LABEL, LeaderLabel
 from control_plane.leadership.leadership import BEAT_SECONDS, Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings
-from distca.certs.authority import Authority
+from distca.apps.certs.authority import Authority
 from distca.contract import rpc
 from distca.contract.identity import Identity, Role
 from tests.service.control_plane.lease_api import LeaseApi, lease_api

@@ -19,8 +19,8 @@ from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PhaseForecast, Plan, PlanVerdict
+from distca.apps.simulator.lengths import sample_lengths
 from distca.contract.codec import plan_to_proto
-from distca.simulator.lengths import sample_lengths
 from tests.support.cut_manifests import in_halves
 from tests.support.planning_cases import (
     PROFILE,

@@ -18,8 +18,8 @@ from data_plane.transport import TransportName, check_transport
 from data_plane.transport_choice import choose_transport
 from data_plane.transport_facts import TransportFacts, transport_facts
 from data_plane.transports import open_transport, resolve_transport
-from distca.doctor.responder import ResponderSettings
-from distca.doctor.settings import DoctorSettings
+from distca.apps.doctor.responder import ResponderSettings
+from distca.apps.doctor.settings import DoctorSettings
 from tests.support.rdma_machine import add_rdma_device
 from trainer_client import SessionOptions
 

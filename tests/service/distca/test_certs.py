@@ -11,9 +11,9 @@ import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store
 
-from distca.certs.authority import Authority, Signed, UnusableAuthorityError
-from distca.certs.description import NotACertificateError, describe_file
-from distca.certs.folder import (
+from distca.apps.certs.authority import Authority, Signed, UnusableAuthorityError
+from distca.apps.certs.description import NotACertificateError, describe_file
+from distca.apps.certs.folder import (
     CertificateFolder,
     FileExistsAlreadyError,
     ShortAuthorityError,

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.errors import CheckpointError
-from distca.run_folder import list_checkpoints
-from distca.train.checkpoint import (
+from distca.apps.train.checkpoint import (
     Checkpoint,
     CheckpointKeeper,
     load_newest,
     save_checkpoint,
     set_aside,
 )
+from distca.errors import CheckpointError
+from distca.run_folder import list_checkpoints
 
 IDENTITY = {"documents": "abc", "ranks": 2}
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from distca.certs.authority import Authority, Signed
-from distca.certs.description import describe_file
+from distca.apps.certs.authority import Authority, Signed
+from distca.apps.certs.description import describe_file
+from distca.apps.doctor.certificate_checks import judge_validity
+from distca.apps.doctor.cluster_probe import ClusterProbe
+from distca.apps.doctor.examination import CHECKS, examine
+from distca.apps.doctor.finding import CheckFinding, Severity
+from distca.apps.doctor.responder import ChildFailed, ResponderSettings, child_responder
+from distca.apps.doctor.settings import DoctorSettings
+from distca.apps.doctor.surroundings import Surroundings
 from distca.contract.identity import Identity, Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.settings import TlsFiles
-from distca.doctor.certificate_checks import judge_validity
-from distca.doctor.cluster_probe import ClusterProbe
-from distca.doctor.examination import CHECKS, examine
-from distca.doctor.finding import CheckFinding, Severity
-from distca.doctor.responder import ChildFailed, ResponderSettings, child_responder
-from distca.doctor.settings import DoctorSettings
-from distca.doctor.surroundings import Surroundings
 from tests import ROOT
 from tests.support import preloaded
 from tests.support.service_harness import client_of, running

@@ -26,18 +26,18 @@ from core_attention.shape import AttentionShape
 from data_plane import transport_facts
 from data_plane.transport import Address, ProbeResult, TransportName
 from distca import __version__
-from distca.doctor import cluster_checks, device_checks
-from distca.doctor.cluster_checks import compare_versions, judge_clock
-from distca.doctor.data_port_checks import judge_host
-from distca.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
-from distca.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
-from distca.doctor.finding import CheckFinding, Severity, failed, passed, warned, worst
-from distca.doctor.machine_checks import judge_shared_memory
-from distca.doctor.report import as_json, summary
-from distca.doctor.settings import DoctorSettings
-from distca.doctor.surroundings import Surroundings
-from distca.doctor.transport_checks import judge_self_test, judge_transport
-from distca.top.snapshot import Snapshot
+from distca.apps.doctor import cluster_checks, device_checks
+from distca.apps.doctor.cluster_checks import compare_versions, judge_clock
+from distca.apps.doctor.data_port_checks import judge_host
+from distca.apps.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
+from distca.apps.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
+from distca.apps.doctor.finding import CheckFinding, Severity, failed, passed, warned, worst
+from distca.apps.doctor.machine_checks import judge_shared_memory
+from distca.apps.doctor.report import as_json, summary
+from distca.apps.doctor.settings import DoctorSettings
+from distca.apps.doctor.surroundings import Surroundings
+from distca.apps.doctor.transport_checks import judge_self_test, judge_transport
+from distca.apps.top.snapshot import Snapshot
 from tests.service.distca.test_top import server_view
 from tests.support.addresses import foreign_address, unused_port
 from tests.support.rdma_machine import add_rdma_device
@@ -284,9 +284,9 @@ class TestKernels:
 MEMLOCK = """
 import resource
 from pathlib import Path
-from distca.doctor.machine_checks import check_memlock
-from distca.doctor.settings import DoctorSettings
-from distca.doctor.surroundings import Surroundings
+from distca.apps.doctor.machine_checks import check_memlock
+from distca.apps.doctor.settings import DoctorSettings
+from distca.apps.doctor.surroundings import Surroundings
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 root = Path("/nowhere")  # whose processes have no capabilities
 for rdma in (False, True):

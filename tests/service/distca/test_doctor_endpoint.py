@@ -18,11 +18,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from distca.apps.doctor.endpoint import Speaks, try_control_plane
+from distca.apps.doctor.examination import CHECKS
+from distca.apps.doctor.finding import CheckFinding, Severity
 from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
-from distca.doctor.endpoint import Speaks, try_control_plane
-from distca.doctor.examination import CHECKS
-from distca.doctor.finding import CheckFinding, Severity
 from tests.service.distca.test_doctor import Files, around, localhost
 from tests.support.addresses import unused_port
 from tests.support.service_harness import running

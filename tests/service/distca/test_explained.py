@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distca.apps.commands.explained import explained
 from distca.cli import command_line
-from distca.commands.explained import explained
 from distca.contract.identity import Role
 from tests.service.security.pki import HOUR, Files, Pki
 
@@ -149,10 +149,10 @@ def test_every_process_looks_at_its_own_certificate(
             ["attention-node", "--shape=1:1:8:float32", "--data-host=127.0.0.1", *client],
         ),
         Role.TRAINER: (
-            "distca.train.run.run_trainer",
+            "distca.apps.train.run.run_trainer",
             ["train", f"--run-dir={pki.folder}/run", "--rendezvous=file:///none", *client],
         ),
-        Role.READ_ONLY: ("distca.top.run.watch", ["top", *client]),
+        Role.READ_ONLY: ("distca.apps.top.run.watch", ["top", *client]),
     }[role]
     monkeypatch.setattr(run, lambda *_: True)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):

@@ -15,7 +15,7 @@ WRONG_IMPORTS = {
     "control_plane/jobs/job.py": ("data_plane.transport", "needs no torch, no data plane"),
     "attention_node/capacity.py": ("control_plane.settings", "Services meet only over proto/"),
     "core_attention/shape.py": ("data_plane.transport", "Bytes know nothing of attention"),
-    "distca/contract/tokens.py": ("distca.train.settings", "Imports point down only"),
+    "distca/contract/tokens.py": ("distca.apps.train.settings", "Imports point down only"),
 }
 
 

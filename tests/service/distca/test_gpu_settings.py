@@ -14,25 +14,25 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from distca.errors import ModelConfigError, SettingsError
-from distca.local.launcher import configured_shape
-from distca.train.device import (
+from distca.apps.local.launcher import configured_shape
+from distca.apps.train.device import (
     ALLOCATOR_VARIABLES,
     choose_device,
     prefer_expandable_segments,
     prefer_many_queues,
 )
-from distca.train.language_model import LanguageModel, has_plain_head
-from distca.train.layers import compile_layers, decoder_layers
-from distca.train.model import build_model, model_config
-from distca.train.run import chosen
-from distca.train.settings import (
+from distca.apps.train.language_model import LanguageModel, has_plain_head
+from distca.apps.train.layers import compile_layers, decoder_layers
+from distca.apps.train.model import build_model, model_config
+from distca.apps.train.run import chosen
+from distca.apps.train.settings import (
     DeviceName,
     ModelSettings,
     Preset,
     Sharding,
     TrainingSettings,
 )
+from distca.errors import ModelConfigError, SettingsError
 
 TINY = ModelSettings(hidden_size=16, layers=2, heads=4, kv_heads=2)
 
@@ -81,8 +81,8 @@ def test_a_number_of_hardware_queues_is_kept(
 
 EXPANDABLE = """
 import torch
-from distca.train.device import choose_device, prepare_process
-from distca.train.settings import DeviceName
+from distca.apps.train.device import choose_device, prepare_process
+from distca.apps.train.settings import DeviceName
 prepare_process(choose_device(DeviceName.CUDA, 0))
 torch.ones(1, device="cuda")
 print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
@@ -179,7 +179,7 @@ def test_compiled_graphs_do_not_name_the_main_module(tmp_path: Path) -> None:
         "import pickle\n"
         "import torch\n"
         "from torch import nn\n"
-        "from distca.train.layers import compile_layers\n"
+        "from distca.apps.train.layers import compile_layers\n"
         "compile_layers([nn.Linear(1, 1)])\n"
         "print(pickle.dumps(torch.contiguous_format))\n"
     )

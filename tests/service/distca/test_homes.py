@@ -11,8 +11,8 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
-from distca.data.homes import plan_step_homes
-from distca.data.packing import BatchShape, PackedStep, Packer
+from distca.apps.data.homes import plan_step_homes
+from distca.apps.data.packing import BatchShape, PackedStep, Packer
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=1, head_dim=32, head_dim_v=32, dtype="float32")
 OPTIONS = PlanningOptions(min_backward_tokens=128)

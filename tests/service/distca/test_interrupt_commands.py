@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distca import cli
-from distca.certs.authority import Authority
+from distca.apps.certs.authority import Authority
 from distca.contract.identity import Identity, Role
 from tests.support import preloaded
 from tests.support.preloaded import PreloadedProcess

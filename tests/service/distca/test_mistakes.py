@@ -13,7 +13,7 @@ import pytest
 
 from core_attention import profiling
 from distca import cli
-from distca.local.process import LocalProcess
+from distca.apps.local.process import LocalProcess
 from distca.shown_errors import EXTRAS, shown_error
 from tests import ROOT
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from core_attention.cost_model import CostProfile
-from distca.commands.plan import plan
+from distca.apps.commands.plan import plan
 from tests.unit.simulator.cases import flat_profile
 
 app = typer.Typer()
@@ -110,7 +110,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_missing_drawing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("distca.preview.page", "distca.report.environment"):
+    for module in ("distca.apps.preview.page", "distca.apps.report.environment"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = CliRunner().invoke(

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from distca.commands.simulate import simulate
+from distca.apps.commands.simulate import simulate
 
 app = typer.Typer()
 app.command()(simulate)

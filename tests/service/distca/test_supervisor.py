@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distca.apps.local import supervisor as supervision
+from distca.apps.local.process import LocalProcess
+from distca.apps.local.supervisor import Supervisor
 from distca.errors import ProcessFailedError
-from distca.local import supervisor as supervision
-from distca.local.process import LocalProcess
-from distca.local.supervisor import Supervisor
 
 
 class ScriptProcess(LocalProcess):

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distca.top.settings import Watch
-from distca.top.snapshot import BalanceView, JobView, ServerView, Snapshot, StepView
-from distca.top.view import render
+from distca.apps.top.settings import Watch
+from distca.apps.top.snapshot import BalanceView, JobView, ServerView, Snapshot, StepView
+from distca.apps.top.view import render
 from distca.v1 import membership_pb2
 from tests import ROOT
 from tests.service.distca.test_cli import distca

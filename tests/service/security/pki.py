@@ -14,8 +14,8 @@ from cryptography import x509
 
 from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
-from distca.certs.authority import Authority
-from distca.certs.folder import CertificateFolder
+from distca.apps.certs.authority import Authority
+from distca.apps.certs.folder import CertificateFolder
 from distca.contract.identity import Identity, Role
 from distca.contract.settings import TlsFiles
 from tests.support.service_harness import Client, client_of, eventually, running

@@ -9,12 +9,12 @@ from benchmarks import greedy
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
+from distca.apps.simulator.baselines import balanced_seconds, plain_packing
+from distca.apps.simulator.disaggregated import Method, disaggregated_step, slot_manifest
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.model import PRESETS
+from distca.apps.simulator.packing import pack_and_cut, pack_in_order
 from distca.contract.settings import Placement
-from distca.simulator.baselines import balanced_seconds, plain_packing
-from distca.simulator.disaggregated import Method, disaggregated_step, slot_manifest
-from distca.simulator.errors import InputError
-from distca.simulator.model import PRESETS
-from distca.simulator.packing import pack_and_cut, pack_in_order
 from tests.unit.simulator.cases import K, documents, h200, setup
 
 METHOD = Method(planner=greedy.plan, options=PlanningOptions(tolerance=0.05))

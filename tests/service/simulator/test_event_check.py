@@ -15,13 +15,18 @@ from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from core_attention.schedule import Kind
 from core_attention.schedule_orders import SCHEDULES
+from distca.apps.simulator.disaggregated import (
+    Method,
+    disaggregated_step,
+    nano_batch_times,
+    plan_works,
+)
+from distca.apps.simulator.fleet import build_servers
+from distca.apps.simulator.ping_pong import stack_seconds
+from distca.apps.simulator.pipeline import schedule_seconds
+from distca.apps.simulator.setup import Setup
+from distca.apps.simulator.traffic import exchange
 from distca.contract.settings import Placement
-from distca.simulator.disaggregated import Method, disaggregated_step, nano_batch_times, plan_works
-from distca.simulator.fleet import build_servers
-from distca.simulator.ping_pong import stack_seconds
-from distca.simulator.pipeline import schedule_seconds
-from distca.simulator.setup import Setup
-from distca.simulator.traffic import exchange
 from tests.unit.simulator.cases import SMALL_MODEL, K, documents, h200, setup
 from tests.unit.simulator.event_check import (
     RankTimes,

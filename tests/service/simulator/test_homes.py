@@ -9,10 +9,10 @@ import pytest
 
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
-from distca.simulator.disaggregated import Method, disaggregated_step
-from distca.simulator.errors import InputError
-from distca.simulator.homes import planned_homes
-from distca.simulator.model import PRESETS
+from distca.apps.simulator.disaggregated import Method, disaggregated_step
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.homes import planned_homes
+from distca.apps.simulator.model import PRESETS
 from tests.unit.simulator.cases import K, documents, h200, setup
 
 OPTIONS = PlanningOptions()

@@ -14,14 +14,14 @@ from core_attention.ca_task import Phase
 from core_attention.errors import ScheduleError
 from core_attention.plan import level_seconds
 from core_attention.schedule_orders import SCHEDULES
-from distca.simulator.baselines import balanced_seconds
-from distca.simulator.disaggregated import (
+from distca.apps.simulator.baselines import balanced_seconds
+from distca.apps.simulator.disaggregated import (
     DisaggregatedStep,
     Method,
     disaggregated_step,
 )
-from distca.simulator.errors import InputError
-from distca.simulator.schedules import (
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.schedules import (
     EVEN,
     IDLE_AWARE,
     ScheduleComparison,
@@ -30,8 +30,8 @@ from distca.simulator.schedules import (
     fitting_orders,
     judge_schedules,
 )
-from distca.simulator.setup import Setup
-from distca.simulator.verdict import Remedy, Worth
+from distca.apps.simulator.setup import Setup
+from distca.apps.simulator.verdict import Remedy, Worth
 from tests.unit.simulator.cases import SMALL_MODEL, K, documents, h200, setup
 
 ENDLESS = {

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.plain_packing import pipeline_seconds_lost, seconds_lost
 from core_attention.pipelining import Pipelining
 from core_attention.schedule_orders import one_f_one_b
-from distca.report.measurements import StepMeasurements
+from distca.apps.report.measurements import StepMeasurements
 
 
 @pytest.mark.parametrize(

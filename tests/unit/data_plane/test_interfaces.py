@@ -16,8 +16,8 @@ from core_attention.shape import parse_shape
 from data_plane.addresses import local_ip, resolve
 from data_plane.interfaces import address_of_interface, interface_of_host, own_address
 from data_plane.transport import Address, ConnectFailed, TransportError
-from distca.doctor.settings import DoctorSettings
-from distca.train.settings import ServiceSettings
+from distca.apps.doctor.settings import DoctorSettings
+from distca.apps.train.settings import ServiceSettings
 from trainer_client import SessionOptions
 
 

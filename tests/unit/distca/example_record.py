@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distca.report.record import (
+from distca.apps.report.record import (
     RunRecord,
     StepDetail,
     TimelineEvent,

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distca.data.corpus import Corpus, fingerprint
-from distca.data.sources import open_corpus
+from distca.apps.data.corpus import Corpus, fingerprint
+from distca.apps.data.sources import open_corpus
 from distca.errors import DataError
 
 

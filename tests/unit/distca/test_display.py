@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from distca.report import display
-from distca.report.display import TrainingDisplay
+from distca.apps.report import display
+from distca.apps.report.display import TrainingDisplay
 from tests.unit.distca.example_record import example_record
 
 

@@ -16,21 +16,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from distca import cli
+from distca.apps.doctor.finding import CheckFinding, Severity, failed
+from distca.apps.doctor.report import as_json, show
+from distca.apps.preview.output import Preview
+from distca.apps.preview.sections import PageSection
+from distca.apps.preview.settings import OutputSettings
+from distca.apps.report.display import TrainingDisplay
+from distca.apps.report.figures import draw_figures
+from distca.apps.report.page import render_page
+from distca.apps.report.record import RunRecord
+from distca.apps.report.summary import summary_table
+from distca.apps.report.timeline import draw_timeline
+from distca.apps.simulator.verdict import Judgement, Worth
+from distca.apps.top.run import _view
 from distca.contract.rpc_errors import RpcError
-from distca.doctor.finding import CheckFinding, Severity, failed
-from distca.doctor.report import as_json, show
-from distca.preview.output import Preview
-from distca.preview.sections import PageSection
-from distca.preview.settings import OutputSettings
 from distca.process.plain_text import plain
-from distca.report.display import TrainingDisplay
-from distca.report.figures import draw_figures
-from distca.report.page import render_page
-from distca.report.record import RunRecord
-from distca.report.summary import summary_table
-from distca.report.timeline import draw_timeline
-from distca.simulator.verdict import Judgement, Worth
-from distca.top.run import _view
 from tests.unit.distca.example_record import example_record
 
 HOSTILE = "n\x1b[2J\x9b31m\u202e\r\n[red]x[/red][/nope][link=http://e]<script>$\\frac{$"

@@ -10,9 +10,9 @@ import pytest
 from attention_node.settings import NodeSettings
 from control_plane.jobs.membership import checked_id
 from core_attention.shape import parse_shape
+from distca.apps.local.settings import LocalSettings
+from distca.apps.train.settings import ServiceSettings
 from distca.contract.identity import Identity, Role, identity_of
-from distca.local.settings import LocalSettings
-from distca.train.settings import ServiceSettings
 from trainer_client.session_options import SessionOptions
 
 

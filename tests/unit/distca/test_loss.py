@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distca.data.batch import IGNORED_LABEL, TokenBatch
-from distca.train.loss import chunked_loss, summed_loss
+from distca.apps.data.batch import IGNORED_LABEL, TokenBatch
+from distca.apps.train.loss import chunked_loss, summed_loss
 
 VOCABULARY, WIDTH = 50, 16
 

@@ -12,17 +12,17 @@ from typer.testing import CliRunner
 
 import trainer_client.models.transformers
 from core_attention.shape import AttentionShape, format_shape, parse_shape
-from distca.cli import app
-from distca.data.corpus import VOCABULARY_SIZE
-from distca.errors import ModelConfigError
-from distca.train.language_model import LanguageModel, has_plain_head
-from distca.train.model import (
+from distca.apps.data.corpus import VOCABULARY_SIZE
+from distca.apps.train.language_model import LanguageModel, has_plain_head
+from distca.apps.train.model import (
     attention_shape,
     build_model,
     check_packed,
     model_config,
 )
-from distca.train.settings import ModelSettings
+from distca.apps.train.settings import ModelSettings
+from distca.cli import app
+from distca.errors import ModelConfigError
 from tests.support.tiny_models import tiny_config
 from trainer_client import SessionOptions
 

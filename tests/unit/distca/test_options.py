@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data_plane.transport import TransportName
-from distca.contract.settings import IntegritySettings, Placement
-from distca.data.settings import DataSettings, Homes
-from distca.options import Read, as_arguments, options_from
-from distca.train.settings import (
+from distca.apps.data.settings import DataSettings, Homes
+from distca.apps.train.settings import (
     DeviceName,
     ModelSettings,
     PlanSettings,
@@ -28,6 +26,8 @@ from distca.train.settings import (
     Sharding,
     TrainingSettings,
 )
+from distca.contract.settings import IntegritySettings, Placement
+from distca.options import Read, as_arguments, options_from
 
 
 class Colour(StrEnum):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest
-from distca.data.batch import IGNORED_LABEL, TokenBatch, rank_batches, whole_documents
-from distca.data.corpus import MemoryCorpus
-from distca.data.packing import BatchShape, PackedStep, Packer
+from distca.apps.data.batch import IGNORED_LABEL, TokenBatch, rank_batches, whole_documents
+from distca.apps.data.corpus import MemoryCorpus
+from distca.apps.data.packing import BatchShape, PackedStep, Packer
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)
 SHAPES = st.builds(

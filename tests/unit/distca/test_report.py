@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from distca.apps.report.figures import draw_figures, draw_load
+from distca.apps.report.page import render_page, write_report
+from distca.apps.report.record import RunRecord, mean_of
+from distca.apps.report.step_log import StepLog, StepTail
+from distca.apps.report.summary import summary_rows, summary_table
 from distca.errors import RunFolderError
-from distca.report.figures import draw_figures, draw_load
-from distca.report.page import render_page, write_report
-from distca.report.record import RunRecord, mean_of
-from distca.report.step_log import StepLog, StepTail
-from distca.report.summary import summary_rows, summary_table
 from tests.unit.distca.example_record import example_detail, example_record
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from distca.apps.local.settings import LocalSettings
 from distca.errors import RunFolderError
-from distca.local.settings import LocalSettings
 from distca.run_folder import RunFolder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distca.report.readable_timeline import UNDER_WAY, readable_timeline
+from distca.apps.report.readable_timeline import UNDER_WAY, readable_timeline
 from trainer_client import TraceEvent
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distca.apps.train.settings import ServiceSettings
 from distca.contract.timeouts import (
     ORDERS,
     TIMEOUTS,
@@ -24,7 +25,6 @@ from distca.contract.timeouts import (
     known_timeouts,
     timeout,
 )
-from distca.train.settings import ServiceSettings
 from tests import ROOT
 
 DEFAULTS = {each.name: each.seconds for each in TIMEOUTS}

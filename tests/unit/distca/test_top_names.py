@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from distca.top.names import short_names
-from distca.top.snapshot import Snapshot
-from distca.top.view import render
+from distca.apps.top.names import short_names
+from distca.apps.top.snapshot import Snapshot
+from distca.apps.top.view import render
 from tests.service.distca.test_top import JOB, server_view
 
 

@@ -17,20 +17,20 @@ from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PhaseForecast, Plan, PlanServer
 from core_attention.shape import AttentionShape, format_shape, parse_shape
+from distca.apps.data.batch import rank_batches
+from distca.apps.data.packing import BatchShape
+from distca.apps.data.settings import DataSettings
+from distca.apps.local.launcher import configured_shape
+from distca.apps.report.measurements import StepMeasurements, tick_imbalance
+from distca.apps.report.record import Verification
+from distca.apps.train.feed import Feed
+from distca.apps.train.loss import summed_loss
+from distca.apps.train.model import attention_shape, build_model, model_config
+from distca.apps.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
+from distca.apps.train.settings import ModelSettings, TrainingSettings
+from distca.apps.train.verify import Verifier, relative_difference
 from distca.contract.codec import plan_to_proto
-from distca.data.batch import rank_batches
-from distca.data.packing import BatchShape
-from distca.data.settings import DataSettings
 from distca.errors import DataError, ModelConfigError, RanksDisagreeError
-from distca.local.launcher import configured_shape
-from distca.report.measurements import StepMeasurements, tick_imbalance
-from distca.report.record import Verification
-from distca.train.feed import Feed
-from distca.train.loss import summed_loss
-from distca.train.model import attention_shape, build_model, model_config
-from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
-from distca.train.settings import ModelSettings, TrainingSettings
-from distca.train.verify import Verifier, relative_difference
 from distca.v1 import jobs_pb2
 
 TINY = ModelSettings(hidden_size=16, layers=1, heads=4, kv_heads=2)

@@ -12,7 +12,7 @@ PACKAGES = (
 WALL_CLOCK = {
     "control_plane/service/cluster_service.py": "shown to operators",
     "control_plane/leadership/epochs.py": "the first generation without a state directory",
-    "distca/doctor/cluster_probe.py": "how far the hosts' clocks are apart",
+    "distca/apps/doctor/cluster_probe.py": "how far the hosts' clocks are apart",
     "distca/process/tracing.py": "times of spans",
 }
 """Where the wall clock is read, and for what: never for a wait."""

@@ -11,10 +11,10 @@ from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.shape import AttentionShape
-from distca.simulator.cluster import ClusterSpec
-from distca.simulator.lengths import sample_lengths
-from distca.simulator.model import ModelSpec
-from distca.simulator.setup import Setup
+from distca.apps.simulator.cluster import ClusterSpec
+from distca.apps.simulator.lengths import sample_lengths
+from distca.apps.simulator.model import ModelSpec
+from distca.apps.simulator.setup import Setup
 
 K = 1024
 
@@ -31,7 +31,7 @@ SMALL_MODEL = ModelSpec(
 
 def h200() -> CostProfile:
     """The profile that ships with the simulator."""
-    with as_file(files("distca.simulator") / "profiles" / "h200-llama3-8b.json") as path:
+    with as_file(files("distca.apps.simulator") / "profiles" / "h200-llama3-8b.json") as path:
         return CostProfile.load(path)
 
 

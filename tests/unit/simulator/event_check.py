@@ -18,10 +18,16 @@ from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan
 from core_attention.schedule import Action, Kind, Schedule, side_by_side
-from distca.simulator.cluster import ClusterSpec
-from distca.simulator.disaggregated import Method, disaggregated_step, kind_slots
-from distca.simulator.setup import Setup, stage_layers
-from distca.simulator.traffic import Messages, TickMessages, exchange, message_seconds, port_seconds
+from distca.apps.simulator.cluster import ClusterSpec
+from distca.apps.simulator.disaggregated import Method, disaggregated_step, kind_slots
+from distca.apps.simulator.setup import Setup, stage_layers
+from distca.apps.simulator.traffic import (
+    Messages,
+    TickMessages,
+    exchange,
+    message_seconds,
+    port_seconds,
+)
 from tests.unit.simulator.event_engine import Job, run
 
 CHUNK_SECONDS = 2e-4
@@ -91,7 +97,7 @@ def stack_seconds_by_events(
     nano_batches: tuple[RankTimes, ...], n_layers: int, cluster: ClusterSpec
 ) -> float:
     """Seconds of ``n_layers`` equal layers, by events;
-    :func:`distca.simulator.ping_pong.stack_seconds` has the closed form."""
+    :func:`distca.apps.simulator.ping_pong.stack_seconds` has the closed form."""
     graph = _Graph(cluster)
     size = len(nano_batches[0].linear_seconds)
     # What each rank's next linear part of a nano-batch waits for.
@@ -130,7 +136,7 @@ def stack_seconds_by_events(
 def schedule_seconds_by_events(
     schedule: Schedule, seconds: Mapping[Kind, Float64Array]
 ) -> Float64Array:
-    """As :func:`distca.simulator.pipeline.schedule_seconds`, one GPU a rank, by events."""
+    """As :func:`distca.apps.simulator.pipeline.schedule_seconds`, one GPU a rank, by events."""
     n_pipelines = next(iter(seconds.values())).shape[1]
     return np.array([_one_pipeline(schedule, seconds, d) for d in range(n_pipelines)])
 
@@ -150,7 +156,7 @@ def _one_pipeline(schedule: Schedule, seconds: Mapping[Kind, Float64Array], pipe
 
 
 def pooled_step_seconds_by_events(setup: Setup, lengths: Int64Array, method: Method) -> float:
-    """As :func:`distca.simulator.disaggregated.disaggregated_step` for one pipeline, without its
+    """As :func:`~distca.apps.simulator.disaggregated.disaggregated_step` for one pipeline, without
     slots: they say what plans count with, and what goes first where two things could run."""
     plans: list[Plan] = []
 

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distca.simulator.errors import InputError, require_not_negative
+from distca.apps.simulator.errors import InputError, require_not_negative
 
 
 @dataclass(frozen=True)

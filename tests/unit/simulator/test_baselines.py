@@ -9,18 +9,18 @@ import pytest
 
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
-from distca.simulator.baselines import (
+from distca.apps.simulator.baselines import (
     balanced_seconds,
     best_context_parallel,
     plain_packing,
     repacked,
     repacked_context_parallel,
 )
-from distca.simulator.context_parallel import gather_seconds, sharded_seconds
-from distca.simulator.errors import InputError
-from distca.simulator.profile import document_seconds
-from distca.simulator.repacking import repack
-from distca.simulator.setup import Setup
+from distca.apps.simulator.context_parallel import gather_seconds, sharded_seconds
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.profile import document_seconds
+from distca.apps.simulator.repacking import repack
+from distca.apps.simulator.setup import Setup
 from tests.unit.simulator.cases import K, documents, flat_profile, h200, setup
 
 

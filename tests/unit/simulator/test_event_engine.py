@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distca.simulator.errors import InputError
+from distca.apps.simulator.errors import InputError
 from tests.unit.simulator.event_engine import Job, run
 
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distca.data.sources import open_corpus
-from distca.simulator.errors import InputError
-from distca.simulator.length_files import read_lengths
+from distca.apps.data.sources import open_corpus
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.length_files import read_lengths
 
 
 def test_text_has_one_number_a_line(tmp_path: Path) -> None:

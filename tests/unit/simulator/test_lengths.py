@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.simulator.lengths import (
+from distca.apps.simulator.lengths import (
     LENGTHS_AT_QUANTILES,
     QUANTILES,
     UPSAMPLED_FROM_TOKENS,

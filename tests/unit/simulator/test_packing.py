@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest
-from distca.simulator.errors import InputError
-from distca.simulator.packing import (
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.packing import (
     as_trained,
     checked_lengths,
     pack_and_cut,

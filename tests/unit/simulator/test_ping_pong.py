@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.simulator.errors import InputError
-from distca.simulator.ping_pong import NanoBatchTimes, PortTransfer, exposed_seconds, stack_seconds
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.ping_pong import (
+    NanoBatchTimes,
+    PortTransfer,
+    exposed_seconds,
+    stack_seconds,
+)
 
 SECONDS = st.floats(0, 10)
 

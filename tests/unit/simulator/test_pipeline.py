@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from core_attention.schedule import Kind
 from core_attention.schedule_orders import interleaved, one_f_one_b, same_phase, zero_bubble
-from distca.simulator.errors import InputError
-from distca.simulator.pipeline import schedule_seconds
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.pipeline import schedule_seconds
 
 SIZES = (st.integers(1, 6), st.integers(1, 9))
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from core_attention.ca_task import Phase
+from distca.apps.simulator.cluster import ClusterSpec
+from distca.apps.simulator.errors import InputError
+from distca.apps.simulator.fleet import build_servers
+from distca.apps.simulator.model import PRESETS, LatentProjections, ModelSpec, preset
+from distca.apps.simulator.profile import document_seconds
 from distca.contract.settings import Placement
-from distca.simulator.cluster import ClusterSpec
-from distca.simulator.errors import InputError
-from distca.simulator.fleet import build_servers
-from distca.simulator.model import PRESETS, LatentProjections, ModelSpec, preset
-from distca.simulator.profile import document_seconds
 from tests.unit.simulator.cases import flat_profile, h200, setup
 
 

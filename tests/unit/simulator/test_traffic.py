@@ -8,8 +8,8 @@ import pytest
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.message import CHECKSUM_BYTES
 from core_attention.plan import Plan, PlanServer
-from distca.simulator.packing import pack_in_order
-from distca.simulator.traffic import Messages, exchange, port_seconds
+from distca.apps.simulator.packing import pack_in_order
+from distca.apps.simulator.traffic import Messages, exchange, port_seconds
 from tests.unit.simulator.cases import SMALL_MODEL, setup
 
 

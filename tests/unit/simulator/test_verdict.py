@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from distca.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
-from distca.simulator.disaggregated import DisaggregatedStep
-from distca.simulator.verdict import Network, Remedy, Worth, judge, judge_sizes
+from distca.apps.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
+from distca.apps.simulator.disaggregated import DisaggregatedStep
+from distca.apps.simulator.verdict import Network, Remedy, Worth, judge, judge_sizes
 
 GAIN = Comparison(
     n_gpus=64,

@@ -1,0 +1,133 @@
+"""``distca certs``: certificates for development, and what is in any certificate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distca.contract.checks import check_least
+from distca.options import options_from
+
+if TYPE_CHECKING:
+    from distca.apps.certs.description import CertificateDescription
+
+DEFAULT_NAME = "default"
+MOST_DAYS = 36500
+
+app = typer.Typer(
+    no_args_is_help=True, help="Make certificates for development; show what is in one."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions:
+    """The certificates to make, their lifetime and their folder."""
+
+    folder: Annotated[Path, typer.Argument(help="Where to write them; made if it is not there.")]
+    role: Annotated[
+        list[str],
+        typer.Option(
+            help="Role to make a certificate for: trainer, server, operator, read-only or "
+            "control-plane; may be given several times; default: all."
+        ),
+    ] = field(default_factory=list)
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Name in the certificates: for a trainer the tenant, whose jobs nobody else can "
+            "touch. Files of another name than the default are called ROLE-NAME."
+        ),
+    ] = DEFAULT_NAME
+    host: Annotated[
+        list[str],
+        typer.Option(
+            help="DNS name or IP address under which control plane and servers are reached, beside "
+            "localhost and this machine; may be given several times."
+        ),
+    ] = field(default_factory=list)
+    days: Annotated[int, typer.Option(help="How long the certificates are good.")] = 30
+    authority_days: Annotated[int, typer.Option(help="The same of a new authority.")] = 365
+    force: Annotated[bool, typer.Option("--force", help="Replace certificates that are there.")] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        check_least(self, days=1, authority_days=1)
+        for name in ("days", "authority_days"):
+            if getattr(self, name) > MOST_DAYS:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 to {MOST_DAYS}")
+
+
+@app.command("make")
+@options_from
+def make(options: MakeOptions) -> None:
+    """Make an authority, unless FOLDER has one, and a certificate for each role.
+
+    For development only: the authority's key lies beside the rest. In production use cert-manager
+    or your own authority.
+    """
+    import socket
+
+    from rich.console import Console
+
+    from distca.apps.certs.folder import CertificateFolder, default_stem
+    from distca.apps.commands.usage import as_usage_error
+    from distca.contract.identity import Identity, Role
+    from distca.process.plain_text import plain
+
+    with as_usage_error():
+        roles = [Role(role) for role in options.role] or list(Role)
+        identities = [Identity(role=role, name=options.name) for role in roles]
+    stems = [default_stem(identity, DEFAULT_NAME) for identity in identities]
+    folder = CertificateFolder(options.folder, force=options.force)
+    folder.check_free(stems)
+    lifetime = timedelta(days=options.days)
+    authority = folder.authority(timedelta(days=options.authority_days), lifetime)
+    hosts = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *options.host]
+    console = Console(soft_wrap=True)
+    for identity, stem in zip(identities, stems, strict=True):
+        names = hosts if identity.role in (Role.CONTROL_PLANE, Role.SERVER) else []
+        signed = authority.issue(identity, lifetime=lifetime, names=dict.fromkeys(names))
+        path = folder.add(stem, signed)
+        console.print(plain(f"{path}  {identity.uri}"), highlight=False, markup=False)
+
+
+@app.command("show")
+def show(
+    files: Annotated[list[Path], typer.Argument(help="Certificates, PEM.")],
+) -> None:
+    """Show who the certificates in FILES are for, and until when."""
+    from rich.console import Console
+
+    from distca.apps.certs.description import describe_file
+    from distca.errors import DistcaError
+    from distca.process.plain_text import plain
+
+    console = Console(soft_wrap=True)
+    for path in files:
+        try:
+            found = describe_file(path)
+        except OSError as error:
+            raise DistcaError(f"{path} cannot be read: {error.strerror}") from error
+        for description in found:
+            console.print(plain(str(path)), style="bold", highlight=False, markup=False)
+            for name, value in _lines(description, datetime.now(UTC)):
+                console.print(plain(f"  {name:<12} {value}"), highlight=False, markup=False)
+
+
+def _lines(about: CertificateDescription, now: datetime) -> list[tuple[str, str]]:
+    who = about.identity
+    return [
+        ("role", who.role if who else ("authority" if about.authority else "none")),
+        *([("name", who.name)] if who else []),
+        ("validity", about.validity(now)),
+        *([("hosts", ", ".join(about.names))] if about.names else []),
+        *([("uses", ", ".join(about.uses))] if about.uses else []),
+        ("subject", about.subject),
+        ("issuer", about.issuer),
+        ("sha256", about.fingerprint),
+    ]

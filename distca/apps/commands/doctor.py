@@ -1,0 +1,115 @@
+"""``distca doctor``: checks a node before it serves or trains."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distca.apps.doctor.settings import DoctorSettings
+from distca.contract.settings import ClientTls, values_of
+from distca.contract.timeouts import default_seconds
+from distca.options import options_from
+
+if TYPE_CHECKING:
+    from distca.apps.doctor.surroundings import Surroundings
+
+FAILED_EXIT_CODE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Whom it must reach, and what is shown."""
+
+    control_plane: Annotated[
+        str,
+        typer.Option(
+            help="host:port of the control plane; default: what needs one is left out.",
+            envvar="DISTCA_CONTROL_PLANE",
+        ),
+    ] = ""
+    connect_seconds: Annotated[
+        float, typer.Option(help="How long to look for the control plane.")
+    ] = default_seconds("call_seconds")
+    outsider: Annotated[
+        bool,
+        typer.Option(
+            "--outsider",
+            help="Only try whether data ports answer on this machine, which is part of no job: "
+            "of --peer, of the control plane's members, and --ucx-ports.",
+        ),
+    ] = False
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 for what is only to look at, too.")
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False
+
+
+@options_from
+def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> None:
+    """Check this machine: GPU, kernels, limits, network, certificates, the way to others.
+
+    Every line says pass, warn or fail, and what to do. Exit code 0: fit, perhaps with warnings; 1:
+    something failed.
+    """
+    from rich.console import Console
+
+    from distca.apps.commands.usage import as_usage_error
+
+    _require_torch()
+    from distca.apps.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
+    from distca.apps.doctor.finding import Severity, worst
+    from distca.apps.doctor.report import as_json, show, summary
+
+    # UCX logs to stdout by default, which would end up among the findings.
+    os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")
+    console = Console(highlight=False)
+    with as_usage_error():
+        around = _surroundings(options, settings, tls)
+        checks = OUTSIDER_CHECKS if options.outsider else CHECKS
+        unknown = settings.skip - checks.keys()
+        if unknown:
+            raise ValueError(
+                f"skip is {', '.join(sorted(unknown))}; the checks are {', '.join(checks)}"
+            )
+    findings = []
+    for finding in examine(around, checks):
+        findings.append(finding)
+        if not options.json:
+            show(finding, console)
+    console.print(
+        as_json(findings) if options.json else summary(findings),
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+    status = worst(findings)
+    if status is Severity.FAIL or (options.strict and status is Severity.WARN):
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def _require_torch() -> None:
+    """Raises MissingPackageError if PyTorch is not installed, as in the control plane's image."""
+    from importlib.util import find_spec
+
+    from distca.errors import MissingPackageError
+
+    if find_spec("torch") is None:
+        raise MissingPackageError(
+            "distca doctor looks at what attention nodes and trainers use, and PyTorch is not "
+            "installed here; run it there, or install distca[node]"
+        )
+
+
+def _surroundings(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> Surroundings:
+    from distca.apps.doctor.cluster_probe import ClusterProbe
+    from distca.apps.doctor.surroundings import Surroundings
+    from distca.contract.rpc import RpcSettings
+
+    cluster = None
+    if options.control_plane:
+        reach = RpcSettings(address=options.control_plane, **values_of(ClientTls, tls))
+        cluster = ClusterProbe(reach, options.connect_seconds)
+    return Surroundings(settings=settings, cluster=cluster)

@@ -1,0 +1,79 @@
+"""``distca health``: asks a process whether it serves, for container health checks and people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from distca.contract.settings import ClientTls, values_of
+from distca.contract.timeouts import default_seconds
+from distca.options import options_from
+
+NOT_SERVING_EXIT_CODE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthOptions:
+    """Whom to ask."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            help="host:port of gRPC of a control plane, or of the health port of an attention "
+            "node.",
+            envvar="DISTCA_HEALTH_ADDRESS",
+        ),
+    ] = "localhost:7700"
+    timeout_seconds: Annotated[
+        float, typer.Option(help="An answer must come within this time.")
+    ] = default_seconds("ask_seconds")
+    alive: Annotated[
+        bool,
+        typer.Option(
+            "--alive/--serving",
+            help="Any answer will do, also that it does not serve: a process that drains or stands "
+            "by is alive.",
+        ),
+    ] = False
+
+
+@options_from
+def health(options: HealthOptions, tls: ClientTls) -> None:
+    """Ask a process whether it serves (grpc.health.v1); exit code 0: yes, 3: no, 1: no answer."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from distca.apps.commands.usage import as_usage_error
+    from distca.contract import rpc
+
+    with as_usage_error():
+        settings = rpc.RpcSettings(
+            address=options.address,
+            connect_seconds=options.timeout_seconds,
+            call_seconds=options.timeout_seconds,
+            **values_of(ClientTls, tls),
+        )
+    with _about_any_process(), rpc.open_channel(settings) as channel:
+        rpc.wait_until_ready(channel, settings)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    typer.echo(f"{options.address}: {status}")
+    if not options.alive and answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise typer.Exit(NOT_SERVING_EXIT_CODE)
+
+
+@contextmanager
+def _about_any_process() -> Iterator[None]:
+    """Turns an error about a control plane that is away into one about a process."""
+    from distca.contract.rpc_errors import ControlPlaneUnavailable, ProcessUnavailable
+
+    try:
+        yield
+    except ControlPlaneUnavailable as error:
+        if type(error) is not ControlPlaneUnavailable:
+            # It says more than that.
+            raise
+        raise ProcessUnavailable(error.method, error.address, error.details) from error

@@ -1,0 +1,67 @@
+"""``distca local``: a whole run on this machine."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+
+import typer
+
+from distca.apps.data.settings import DataSettings
+from distca.apps.local.settings import LocalSettings
+from distca.apps.train.settings import (
+    ModelSettings,
+    PlanSettings,
+    TrainingSettings,
+    check_together,
+)
+from distca.contract.settings import IntegritySettings
+from distca.options import options_from
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE
+
+
+@options_from
+def local(
+    local: LocalSettings,
+    data: DataSettings,
+    model: ModelSettings,
+    training: TrainingSettings,
+    plan: PlanSettings,
+    integrity: IntegritySettings,
+) -> None:
+    """Train on this machine: starts control plane, attention nodes and trainers as processes.
+
+    When one of them dies all of them end, and the one that died is named. Ctrl-C stops after the
+    current step, saves a checkpoint and ends everything.
+    """
+    from rich.console import Console
+
+    from distca.apps.data.sources import open_corpus
+    from distca.apps.local.launcher import LocalRun, launch
+    from distca.apps.local.packages import check_packages
+    from distca.apps.report.outcome import show_outcome
+
+    console = Console()
+    check_packages(local.transport)
+    # The trainers check all of it themselves; here only so that a mistake is told at once.
+    check_together(data, training, plan.homes, local.mode)
+    open_corpus(data.data, data.text_field)
+    run = LocalRun(
+        local=local,
+        data=data,
+        model=model,
+        training=training,
+        plan=plan,
+        integrity=integrity,
+        environ=os.environ,
+    )
+    folder = local.run_folder(datetime.now())
+    with folder.held():
+        goes_on = training.resume_or_start and folder.newest_checkpoint() is not None
+        folder.prepare(resume=training.resume or goes_on, overwrite=local.overwrite)
+        try:
+            finished = launch(run, folder, console)
+        finally:
+            show_outcome(folder, console)
+    if not finished:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)

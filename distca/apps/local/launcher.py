@@ -1,0 +1,259 @@
+"""Launches a local run, follows it to its end, and shows what came of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from core_attention.shape import AttentionShape, format_shape
+from distca.apps.data.settings import DataSettings
+from distca.apps.local.process import LocalProcess
+from distca.apps.local.settings import LocalSettings
+from distca.apps.local.supervisor import POLL_SECONDS, Supervisor
+from distca.apps.report.display import TrainingDisplay
+from distca.apps.report.step_log import StepTail
+from distca.apps.train.settings import (
+    DeviceName,
+    ModelSettings,
+    PlanSettings,
+    ServiceSettings,
+    TrainingSettings,
+)
+from distca.configuration import without_commands
+from distca.contract.settings import IntegritySettings
+from distca.contract.timeouts import default_seconds
+from distca.errors import ProcessFailedError
+from distca.options import as_arguments
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
+from distca.process.plain_text import plain
+from distca.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = default_seconds("local_stop_seconds")
+"""How long trainers may take to finish their step and save after Ctrl-C."""
+
+_STOPPED_CODES = (0, INTERRUPTED_EXIT_CODE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRun:
+    """All settings of a local run.
+
+    Attributes:
+        environ: the launcher's environment, handed down to the processes.
+    """
+
+    local: LocalSettings
+    data: DataSettings
+    model: ModelSettings
+    training: TrainingSettings
+    plan: PlanSettings
+    integrity: IntegritySettings
+    environ: Mapping[str, str]
+
+
+def configured_shape(model: ModelSettings) -> AttentionShape:
+    """The shape that attention nodes serve; loads transformers only if the model needs it."""
+    if model.model_config is not None or model.model_preset is not None:
+        from distca.apps.train.model import attention_shape, model_config
+
+        return attention_shape(model_config(model, max_positions=1), model.dtype)
+    head_dim = model.hidden_size // model.heads
+    return AttentionShape(
+        num_heads=model.heads,
+        num_heads_kv=model.kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=model.dtype.value,
+    )
+
+
+def launch(run: LocalRun, folder: RunFolder, console: Console) -> bool:
+    """Runs everything to its end; no process is left when it returns or raises.
+
+    Args:
+        run: what to run.
+        folder: what it writes; prepared already.
+        console: where progress is shown.
+
+    Returns:
+        Whether the run finished; False when it was stopped by Ctrl-C or SIGTERM.
+    """
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with StopRequest() as stop, Supervisor(stopping=lambda: stop.requested) as supervisor:
+        trainers = _Launcher(run, folder, supervisor, console).start_all()
+        return _Follower(run, folder, supervisor, trainers, console).follow(stop)
+
+
+class _Launcher:
+    """Starts the processes of one run, each once those that it needs are ready."""
+
+    def __init__(
+        self, run: LocalRun, folder: RunFolder, supervisor: Supervisor, console: Console
+    ) -> None:
+        self._console = console
+        self._run = run
+        self._folder = folder
+        self._supervisor = supervisor
+        self._shape = configured_shape(run.model)
+        self._rendezvous = folder.logs / "rendezvous"
+        # What an earlier run left there would be taken for this one's.
+        self._rendezvous.unlink(missing_ok=True)
+        self._environ = {
+            **without_commands(run.environ, "control-plane", "attention-node", "train"),
+            "OMP_NUM_THREADS": str(run.local.threads),
+            # All processes are on this host: gloo need not find out which interface leads out.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start_all(self) -> list[LocalProcess]:
+        """Starts control plane, nodes and trainers, and returns the trainers."""
+        n_nodes, n_trainers = self._run.local.n_nodes, self._run.local.trainers
+        self._say("Starting the control plane")
+        control_plane = self._start_control_plane()
+        if n_nodes:
+            self._say(f"Starting {n_nodes} attention nodes; the first start measures the kernel")
+            self._start_nodes(control_plane)
+        self._say(f"Starting {n_trainers} trainers")
+        return [self._start_trainer(rank, control_plane) for rank in range(n_trainers)]
+
+    def _start_control_plane(self) -> str:
+        """Starts it and returns its address."""
+        process, ready = self._start_with_address(
+            "control plane",
+            ["control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"],
+        )
+        addresses = json.loads(self._supervisor.wait_for_file(process, ready))
+        return str(addresses["grpc"])
+
+    def _start_nodes(self, control_plane: str) -> None:
+        """Starts all nodes at once and waits until all have joined the pool."""
+        started = [
+            self._start_with_address(
+                f"attention node {index}",
+                [
+                    "attention-node",
+                    f"--control-plane={control_plane}",
+                    f"--server-id=node-{index}",
+                    f"--shape={format_shape(self._shape)}",
+                    "--data-host=127.0.0.1",
+                    f"--transport={self._run.local.transport}",
+                    "--one-host",
+                ],
+            )
+            for index in range(self._run.local.n_nodes)
+        ]
+        for process, ready in started:
+            self._supervisor.wait_for_file(process, ready)
+
+    def _start_trainer(self, rank: int, control_plane: str) -> LocalProcess:
+        run = self._run
+        service = ServiceSettings(
+            control_plane=control_plane,
+            placement=run.local.mode,
+            run_dir=self._folder.root,
+            transport=run.local.transport,
+            rendezvous=f"file://{self._rendezvous}",
+            one_host=True,
+            device=DeviceName.CPU,
+        )
+        return self._start(
+            f"trainer {rank}",
+            [
+                "train",
+                *as_arguments(service, run.data, run.model, run.training, run.plan, run.integrity),
+            ],
+            {"RANK": str(rank), "WORLD_SIZE": str(run.local.trainers)},
+        )
+
+    def _start_with_address(self, name: str, arguments: Sequence[str]) -> tuple[LocalProcess, Path]:
+        """Starts a service on free ports; the file appears when it is ready, with its addresses."""
+        ready = self._folder.logs / f"{_file_name(name)}.address"
+        ready.unlink(missing_ok=True)
+        return self._start(name, [*arguments, f"--address-file={ready}"]), ready
+
+    def _say(self, text: str) -> None:
+        self._console.print(plain(text), style="dim", highlight=False, markup=False)
+
+    def _start(
+        self, name: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> LocalProcess:
+        return self._supervisor.watch(
+            LocalProcess(
+                name,
+                ["--log-level=info", *arguments],
+                self._folder.logs / f"{_file_name(name)}.log",
+                {**self._environ, **(environ or {})},
+            )
+        )
+
+
+class _Follower:
+    """Shows what the trainers log, until they end."""
+
+    def __init__(
+        self,
+        run: LocalRun,
+        folder: RunFolder,
+        supervisor: Supervisor,
+        trainers: Sequence[LocalProcess],
+        console: Console,
+    ) -> None:
+        self._supervisor = supervisor
+        self._trainers = trainers
+        # Of a run that is resumed, what it has done is there already.
+        self._tail = StepTail(folder.step_log, from_end=True)
+        self._display = TrainingDisplay(console, f"training ({run.local.mode})", run.training.steps)
+        self._console = console
+
+    def follow(self, stop: StopRequest) -> bool:
+        """Waits until every trainer is done; returns False when the run was stopped before."""
+        with self._display:
+            while any(trainer.exit_code is None for trainer in self._trainers):
+                if stop.requested:
+                    self._console.print("Stopping after this step; Ctrl-C again ends at once.")
+                    self._stop_trainers()
+                    return False
+                self._supervisor.check(done=self._trainers)
+                self._show_new_steps()
+                time.sleep(POLL_SECONDS)
+            self._supervisor.check(done=self._trainers)
+            self._show_new_steps()
+        return True
+
+    def _stop_trainers(self) -> None:
+        """Asks the trainers to stop, and gives them time to finish their step and save.
+
+        Raises:
+            ProcessFailedError: they did not within STOP_SECONDS, or one failed.
+        """
+        for trainer in self._trainers:
+            trainer.interrupt()
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(trainer.exit_code is None for trainer in self._trainers):
+            self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
+            self._show_new_steps()
+            if time.monotonic() > deadline:
+                raise ProcessFailedError(
+                    f"the trainers did not stop within {STOP_SECONDS:.0f} s after being asked to; "
+                    "they are killed, and go on from their last checkpoint when resumed"
+                )
+            time.sleep(POLL_SECONDS)
+        self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
+        self._show_new_steps()
+
+    def _show_new_steps(self) -> None:
+        for step in self._tail.new_steps():
+            self._display.show(step)
+
+
+def _file_name(process_name: str) -> str:
+    return process_name.replace(" ", "-")

@@ -1,0 +1,340 @@
+"""From settings to what is simulated: documents, setup and method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import numpy as np
+
+from control_plane.planner import DEFAULT_PLANNER
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import Planner, PlanningOptions
+from core_attention.arrays import Int64Array
+from core_attention.cost_model import CostProfile
+from core_attention.errors import ScheduleError
+from core_attention.manifest import MAX_DOCUMENT_TOKENS
+from core_attention.schedule import Schedule, read_csv
+from core_attention.schedule_orders import SCHEDULES, Order
+from distca.apps.data.settings import Homes
+from distca.apps.preview.settings import (
+    ClusterSettings,
+    FleetSettings,
+    LengthsSettings,
+    ModelSizes,
+    PlannerSettings,
+)
+from distca.apps.simulator.cluster import ClusterSpec
+from distca.apps.simulator.disaggregated import Method
+from distca.apps.simulator.errors import InputError, require_count
+from distca.apps.simulator.homes import planned_homes
+from distca.apps.simulator.length_files import read_lengths
+from distca.apps.simulator.lengths import sample_lengths
+from distca.apps.simulator.model import ModelSpec, preset
+from distca.apps.simulator.packing import pack_and_cut, pack_in_order, split_long, take_steps
+from distca.apps.simulator.schedules import fitting_orders
+from distca.apps.simulator.setup import Setup, stage_layers
+from distca.apps.simulator.verdict import Remedy
+from distca.contract.settings import Placement
+
+LARGE_TOLERANCE = 0.1
+"""From here on a still larger tolerance costs more than it saves."""
+_KILO, _GIGA, _TERA, _MICRO = 1e3, 1e9, 1e12, 1e-6
+_SHIPPED_PROFILE = "h200-llama3-8b.json"
+
+
+def build_model(settings: ModelSizes) -> ModelSpec:
+    """The preset with the numbers that the user changed."""
+    changes = {
+        "n_layers": settings.layers,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_heads": settings.heads,
+        "num_heads_kv": settings.kv_heads,
+        "head_dim": settings.head_dim,
+        "head_dim_v": settings.head_dim_v,
+    }
+    changed = {name: value for name, value in changes.items() if value is not None}
+    return replace(preset(settings.model), **changed)  # type: ignore[arg-type]
+
+
+def build_cluster(settings: ClusterSettings, n_gpus: int) -> ClusterSpec:
+    """The machines of ``n_gpus`` GPUs."""
+    return ClusterSpec(
+        n_gpus=n_gpus,
+        tensor_parallel=settings.tensor_parallel,
+        gpus_per_host=settings.gpus_per_host,
+        gpu_bandwidth_bytes_per_second=settings.bandwidth_gbps * _GIGA,
+        host_bandwidth_bytes_per_second=settings.host_bandwidth_gbps * _GIGA,
+        message_latency_seconds=settings.latency_us * _MICRO,
+        linear_flops_per_second=settings.linear_tflops * _TERA,
+    )
+
+
+def load_profile(settings: ClusterSettings) -> CostProfile:
+    """The user's profile, or the one that ships with the simulator.
+
+    Raises:
+        ProfileError: it is malformed.
+        InputError: it cannot be read.
+    """
+    if settings.profile is None:
+        with as_file(files("distca.apps.simulator") / "profiles" / _SHIPPED_PROFILE) as path:
+            return CostProfile.load(path)
+    try:
+        return CostProfile.load(settings.profile)
+    except OSError as error:
+        raise InputError(f"profile {settings.profile} cannot be read: {error}") from error
+
+
+def build_setup(
+    model: ModelSizes,
+    cluster: ClusterSettings,
+    n_gpus: int,
+    n_stages: int = 1,
+    n_microbatches: int = 1,
+    gradient_sync_seconds: float = 0.0,
+) -> Setup:
+    """The job that is simulated."""
+    return Setup(
+        model=build_model(model),
+        cluster=build_cluster(cluster, n_gpus),
+        profile=load_profile(cluster),
+        tokens_per_rank=cluster.tokens_per_rank,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        recompute_linear=model.recompute,
+        gradient_sync_seconds=gradient_sync_seconds,
+    )
+
+
+def build_method(settings: PlannerSettings, setup: Setup) -> Method:
+    """The planner, its options and the homes."""
+    _check_cut_documents(settings, setup)
+    options = PlanningOptions(tolerance=settings.tolerance)
+    planned = settings.homes is Homes.PLANNED
+    return Method(
+        planner=choose_planner(settings.planner or DEFAULT_PLANNER),
+        options=options,
+        pack=planned_homes(setup.rank_profile, options, cuts_documents=settings.cut_documents)
+        if planned
+        else (pack_and_cut if settings.cut_documents else pack_in_order),
+        n_nano_batches=settings.nano_batches,
+        cuts_documents=settings.cut_documents,
+        byte_budget=settings.byte_budget,
+    )
+
+
+def _check_cut_documents(settings: PlannerSettings, setup: Setup) -> None:
+    refusals = (
+        (settings.nano_batches != 2, f"nano_batches is {settings.nano_batches}, and two are cut"),
+        (settings.byte_budget is not None, "a byte_budget does not count the keys of both parts"),
+    )
+    for holds, why in refusals:
+        if settings.cut_documents and holds:
+            raise InputError(f"cut_documents is set, and {why}; leave one of them out")
+
+
+def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> list[Remedy]:
+    """Remedies against waits for communication that are not in use yet."""
+    used = {
+        Remedy.PLANNED_HOMES: settings.homes is Homes.PLANNED or not may_plan_homes,
+        Remedy.BYTE_BUDGET: settings.byte_budget is not None,
+        Remedy.TOLERANCE: settings.tolerance >= LARGE_TOLERANCE,
+    }
+    return [remedy for remedy in Remedy if not used.get(remedy, False)]
+
+
+def describe_layout(
+    planner: PlannerSettings, fleet: FleetSettings, setup: Setup, n_batches: int
+) -> str:
+    """The caption of a picture of the first batch."""
+    rows = setup.tokens_per_rank // planner.nano_batches
+    return (
+        f"Batch 0 of {n_batches}: {fleet.ranks} ranks of {setup.tokens_per_rank} tokens, "
+        f"{rows} in each of {planner.nano_batches} nano-batches, homes {planner.homes}, "
+        f"{fleet.placement} servers"
+    )
+
+
+def preview_notes(
+    planner: PlannerSettings, setup: Setup, lengths: LengthsSettings, estimated: bool
+) -> list[str]:
+    """Notes on all batches; ``estimated`` says whether their lengths were."""
+    shape = setup.model.attention_shape
+    notes = [
+        _nano_batch_note(planner, setup.tokens_per_rank),
+        f"A moved query has {shape.q_row_bytes / _KILO:.1f} KB and its output "
+        f"{shape.o_row_bytes / _KILO:.1f} KB; the key and value of a token of its context have "
+        f"{shape.kv_row_bytes / _KILO:.1f} KB (forward, one layer).",
+    ]
+    if estimated:
+        each = f"{lengths.bytes_per_token:g} UTF-8 bytes a token"
+        notes.insert(0, f"Lengths are estimated: {each}.")
+    return notes
+
+
+def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
+    if planner.nano_batches == 1:
+        return (
+            "One nano-batch: nothing is computed while messages travel. --nano-batches 2 hides "
+            "them, but halves the tokens that a rank holds in a tick."
+        )
+    half = tokens_per_rank // 2
+    where = "ranks, or in both nano-batches" if planner.cut_documents else "ranks"
+    return (
+        f"Two nano-batches (ping-pong): in a tick a rank holds {half} of its {tokens_per_rank} "
+        f"tokens, so a longer document lies on several {where}. --nano-batches 1 shows the other "
+        "case, in which nothing hides communication."
+    )
+
+
+def check_homes(planner: PlannerSettings, fleet: FleetSettings) -> None:
+    """Raises :class:`InputError` if homes are to be planned for ranks without their own server."""
+    if planner.homes is Homes.PLANNED and fleet.placement is Placement.POOL:
+        raise InputError(
+            "homes is planned with placement pool; planned homes are for ranks that attend to "
+            "their own tokens: choose homes packed, or placement in-place or mixed"
+        )
+
+
+def choose_planner(name: str) -> Planner:
+    """The planner called ``name``."""
+    if name not in PLANNERS:
+        raise InputError(f"planner is {name!r}; valid are {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[name]
+
+
+def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
+    """The schedules that the user asked for, and why some of "all" are left out.
+
+    Raises:
+        InputError: a name is unknown, two schedules have the same, or a file cannot be read or is
+            for other stages or microbatches.
+        ScheduleError: a schedule is not valid, or does not fit.
+    """
+    if text.strip() == "all":
+        return fitting_orders(setup)
+    orders = {}
+    for part in (part.strip() for part in text.split(",")):
+        order = SCHEDULES[part] if part in SCHEDULES else _order_of_file(part)
+        schedule = order(setup.n_stages, setup.n_microbatches)
+        stage_layers(setup, schedule)
+        if schedule.name in orders:
+            raise InputError(
+                f"schedules: {part} is called {schedule.name}, and so is another one; name each "
+                "once, and rename files"
+            )
+        orders[schedule.name] = order
+    return orders, []
+
+
+def check_pipeline_options(n_stages: int, schedules: str, in_flight: float | None) -> None:
+    """Raises :class:`InputError` if pipelines are asked for, and there is one stage."""
+    for name, value, default in (("schedules", schedules, "all"), ("in_flight", in_flight, None)):
+        if n_stages == 1 and value != default:
+            raise InputError(
+                f"{name} is {value}, and stages is 1; it is for pipelines: give 2 stages or more, "
+                f"or leave {name} out"
+            )
+
+
+def _order_of_file(name: str) -> Order:
+    path = Path(name)
+    if path.suffix != ".csv":
+        raise InputError(
+            f"schedules: {name!r} is unknown; valid are all, {', '.join(SCHEDULES)}, and files "
+            "that end in .csv"
+        )
+    try:
+        schedule = read_csv(path.stem, path.read_text(encoding="utf-8"))
+    except ScheduleError as error:
+        raise ScheduleError(f"schedules: {name}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"schedules: {name} cannot be read: {error}") from error
+
+    def order(n_ranks: int, n_microbatches: int) -> Schedule:
+        if (schedule.n_ranks, schedule.n_microbatches) != (n_ranks, n_microbatches):
+            raise InputError(
+                f"schedules: {name} is for {schedule.n_ranks} ranks and {schedule.n_microbatches} "
+                f"microbatches; stages is {n_ranks}, microbatches is {n_microbatches}"
+            )
+        return schedule
+
+    return order
+
+
+def parse_counts(name: str, text: str) -> list[int]:
+    """Whole numbers with commas between, such as ``8,64``.
+
+    Raises:
+        InputError: one is no integer of 1 or more.
+    """
+    counts = []
+    for part in text.split(","):
+        try:
+            counts.append(int(part))
+        except ValueError:
+            raise InputError(
+                f"{name}: {part.strip()!r} is no integer; give numbers with commas between"
+            ) from None
+        require_count(name, counts[-1])
+    return counts
+
+
+def build_batches(
+    settings: LengthsSettings, step_tokens: int, default_max_length: int
+) -> tuple[list[Int64Array], bool]:
+    """The documents of each batch, and whether their lengths were estimated from texts.
+
+    Raises:
+        InputError: neither or both of a file and a distribution are given, the distribution is
+            unknown or has no use for an option, the file is bad, or it holds too few tokens.
+    """
+    require_count("batches", settings.batches)
+    require_count("seed", settings.seed, at_least=0)
+    max_length = settings.max_length if settings.max_length is not None else default_max_length
+    require_count("max_length", max_length)
+    if max_length > MAX_DOCUMENT_TOKENS:
+        raise InputError(
+            f"max_length (by default tokens_per_rank) is {max_length}; a document has 1 to "
+            f"{MAX_DOCUMENT_TOKENS} tokens: give a smaller one"
+        )
+    if (settings.lengths is None) == (settings.distribution is None):
+        raise InputError(
+            "give either --lengths, a file, or --distribution, prolong or pretrain"
+            + (", not both" if settings.lengths is not None else "")
+        )
+    if settings.distribution is not None:
+        _check_no_file_options(settings)
+        return _drawn(settings, settings.distribution, step_tokens, max_length), False
+    assert settings.lengths is not None
+    found = read_lengths(settings.lengths, settings.field, settings.bytes_per_token)
+    lengths = found.lengths
+    if settings.shuffle:
+        lengths = np.random.default_rng(settings.seed).permutation(lengths)
+    lengths = split_long(lengths, max_length)
+    return take_steps(lengths, settings.batches, step_tokens), found.estimated
+
+
+def _check_no_file_options(settings: LengthsSettings) -> None:
+    used = ("field", settings.field, None), ("shuffle", settings.shuffle, True)
+    for name, value, default in used:
+        if value != default:
+            raise InputError(
+                f"{name} is {value}, and lengths are drawn from distribution "
+                f"{settings.distribution}; it is for a file: leave it out, or give --lengths"
+            )
+
+
+def _drawn(
+    settings: LengthsSettings, distribution: str, step_tokens: int, max_length: int
+) -> list[Int64Array]:
+    try:
+        return [
+            np.asarray(sample_lengths(distribution, step_tokens, max_length, settings.seed + i))
+            for i in range(settings.batches)
+        ]
+    except ValueError as error:
+        raise InputError(f"distribution: {error}") from error

@@ -1,0 +1,228 @@
+"""The record of a run: everything that its report shows, as plain data.
+
+It is written as ``run.json`` and can be read back, so a report can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from core_attention.whole_file import write_whole
+from distca.errors import RunFolderError
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """One training step.
+
+    An imbalance is the busy seconds of the slowest server in each tick over the mean of all
+    servers, each summed over the step's ticks: 1.0 is perfect. None is not known (yet).
+
+    Attributes:
+        step: from 0.
+        loss: mean over all predicted tokens of all ranks, before the update.
+        gradient_norm: before clipping.
+        tokens: of all ranks.
+        step_seconds: wall time on rank 0, comparison with local attention left out.
+        wait_seconds: how much of it rank 0 had nothing to compute but what waits for core
+            attention; None if that is not known: see ``StepReport.exposed_seconds``.
+        home_imbalance: predicted, if nothing moved.
+        planned_imbalance: predicted, under the plan.
+        measured_imbalance: of the kernel seconds that the servers measured.
+        plan_seconds: what the control plane took to plan the step.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    tokens: int
+    step_seconds: float
+    wait_seconds: float | None
+    home_imbalance: float | None = None
+    planned_imbalance: float | None = None
+    measured_imbalance: float | None = None
+    plan_seconds: float | None = None
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> TrainingStep:
+        """Reads a line of a step log, see :mod:`distca.apps.report.step_log`.
+
+        Raises:
+            RunFolderError: it is no step.
+        """
+        try:
+            step: TrainingStep = _read(cls, json.loads(line))
+        except (AttributeError, RecursionError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
+        return step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """A stretch of time in one lane of a step's timeline; seconds from the step's beginning."""
+
+    lane: str
+    name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDetail:
+    """One step in full.
+
+    Attributes:
+        step: which.
+        documents: how many documents it has.
+        longest_document_tokens: of them.
+        servers: name of each server.
+        home_seconds: ``[n_ranks]`` predicted kernel seconds of each rank's own documents.
+        planned_seconds: ``[n_servers]`` predicted kernel seconds under the plan.
+        measured_seconds: ``[n_servers]`` kernel seconds that each server measured; empty when
+            they did not arrive.
+        reason: why the planner stopped, in its words.
+        timeline: of rank 0.
+    """
+
+    step: int
+    documents: int
+    longest_document_tokens: int
+    servers: tuple[str, ...]
+    home_seconds: tuple[float, ...]
+    planned_seconds: tuple[float, ...]
+    measured_seconds: tuple[float, ...]
+    reason: str
+    timeline: tuple[TimelineEvent, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The largest differences from local attention over the verified steps.
+
+    Attributes:
+        steps: how many were compared.
+        loss: largest relative difference of the loss.
+        gradient: largest, over parameters and steps, of max|g - g'| / max|g'|; max|g'| counts as no
+            less than a thousandth of the largest over all parameters.
+        parameter: where ``gradient`` was found.
+        loss_tolerance, gradient_tolerance: what they may be.
+    """
+
+    steps: int
+    loss: float
+    gradient: float
+    parameter: str
+    loss_tolerance: float
+    gradient_tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        # Written so that a NaN fails.
+        return self.loss <= self.loss_tolerance and self.gradient <= self.gradient_tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A whole run.
+
+    Attributes:
+        name: of the run.
+        mode: placement of core attention: pool, in-place or mixed.
+        finished: whether all steps were done; False when it was stopped before.
+        began: local time at which this process began, ISO 8601.
+        model: class and sizes, in words.
+        parameters: trainable numbers of the model.
+        dtype: of weights and attention.
+        data: where the documents come from.
+        n_ranks: trainers.
+        n_nano_batches: of each rank.
+        tokens_per_rank: in a step.
+        steps: every step, those before a resume included.
+        detail: the step that was most unbalanced at home, in full; None when none was recorded.
+        verification: None without ``--verify``.
+        device: type of what the ranks computed on, ``"cpu"`` or ``"cuda"``.
+    """
+
+    name: str
+    mode: str
+    finished: bool
+    began: str
+    model: str
+    parameters: int
+    dtype: str
+    data: str
+    n_ranks: int
+    n_nano_batches: int
+    tokens_per_rank: int
+    steps: tuple[TrainingStep, ...]
+    detail: StepDetail | None = None
+    verification: Verification | None = None
+    device: str = "cpu"
+
+    def to_json(self) -> str:
+        """A JSON text that :meth:`from_json` reads."""
+        return json.dumps({"version": RECORD_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            RunFolderError: it is no record, or one of another version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            version = fields.pop("version")
+            if version != RECORD_VERSION:
+                raise RunFolderError(f"record version {version}; this is read: {RECORD_VERSION}")
+            record: RunRecord = _read(cls, fields)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise RunFolderError(f"this is no record of a run: {error}") from error
+        return record
+
+    def save(self, path: Path) -> None:
+        """Writes the record to ``path``, whole or not at all."""
+        write_whole(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> RunRecord:
+        """Reads the record at ``path``.
+
+        Raises:
+            RunFolderError: as :meth:`from_json`, or there is no file; names the path.
+        """
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RunFolderError) as error:
+            raise RunFolderError(f"{path}: {error}") from error
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """``value``, as JSON has it, as ``kind`` says: a dataclass, a tuple, or something plain; None
+    where it is optional."""
+    if isinstance(kind, UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        untyped: Any = kind
+        return untyped(**{field: _read(kinds.get(field), each) for field, each in value.items()})
+    return value
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of the known values, or None when there is none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None

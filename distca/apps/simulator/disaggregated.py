@@ -1,0 +1,467 @@
+"""Step time with core attention disaggregation, from real plans.
+
+Every tick is planned by the planner itself; attention seconds then come from the cost profile and
+the plan's tasks, bytes from the routes that trainers and servers would derive, so that planners are
+judged by one measure and not by their own forecasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
+from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import Phase
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan, level_seconds
+from core_attention.schedule import Kind, Schedule, Slot, side_by_side
+from core_attention.schedule_orders import Order, same_phase
+from distca.apps.simulator.errors import InputError, require_not_negative
+from distca.apps.simulator.fleet import build_servers
+from distca.apps.simulator.packing import pack_in_order, take_steps
+from distca.apps.simulator.ping_pong import (
+    NanoBatchTimes,
+    PortTransfer,
+    exposed_seconds,
+    stack_seconds,
+)
+from distca.apps.simulator.setup import Setup, stage_layers
+from distca.apps.simulator.traffic import (
+    Messages,
+    count_endpoints,
+    exchange,
+    join,
+    server_endpoints,
+)
+from distca.contract.settings import Placement
+
+_MOST_BYTES = 2.0**62
+
+Packer = Callable[[Int64Array, int, int, int], Manifest]
+"""``(lengths, n_ranks, tokens_per_rank, n_nano_batches) -> Manifest``: plain or planned homes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to run disaggregation.
+
+    Attributes:
+        planner: makes the plan of every tick.
+        options: its tolerance and cuts.
+        pack: gives documents their homes.
+        n_nano_batches: 2 with ping-pong, 1 without ("single stream").
+        cuts_documents: whether ``pack`` lets a document lie in both of two nano-batches.
+        schedule: of pipelines with several stages.
+        idle_aware: whether plans count what each rank computes beside attention, so that idle
+            stages take more of it; else attention is spread evenly, as in the paper.
+        byte_budget: most bytes that a rank may send, or receive, in a tick, in units of what its
+            network carries while the forward linear part of a nano-batch runs, behind which a
+            request hides; None without limit.
+    """
+
+    planner: Planner
+    options: PlanningOptions
+    pack: Packer = pack_in_order
+    n_nano_batches: int = 2
+    cuts_documents: bool = False
+    schedule: Order = same_phase
+    idle_aware: bool = False
+    byte_budget: float | None = None
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of a step at whose ends documents end."""
+        return 1 if self.cuts_documents else self.n_nano_batches
+
+    def __post_init__(self) -> None:
+        if self.n_nano_batches not in (1, 2):
+            raise InputError(f"nano_batches is {self.n_nano_batches}; valid are 1 and 2")
+        if self.byte_budget is not None:
+            require_not_negative("byte_budget", self.byte_budget)
+
+
+@dataclass(frozen=True)
+class DisaggregatedStep:
+    """The time of one step with disaggregation.
+
+    Attributes:
+        seconds: of the step.
+        exposed_seconds: of them, those in which communication was waited for.
+        imbalance: worst over slots and nano-batches of the busiest server's seconds / the level
+            that a perfect plan reaches (:func:`core_attention.plan.level_seconds`).
+        moved_bytes: of all ticks of one layer of every stage.
+        idle_share: of the ranks' time, in which they compute nothing; 0 to 1.
+        in_flight: most microbatches whose activations a rank keeps.
+    """
+
+    seconds: float
+    exposed_seconds: float
+    imbalance: float
+    moved_bytes: int
+    idle_share: float = 0.0
+    in_flight: float = 1.0
+
+
+@dataclass(frozen=True)
+class TickTime:
+    """Seconds of the layers that one slot runs, and what they consist of; see
+    :class:`DisaggregatedStep`. ``busy_seconds`` is the sum over ranks and pool servers."""
+
+    seconds: float
+    exposed_seconds: float
+    imbalance: float
+    moved_bytes: int
+    busy_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class SlotWork:
+    """The work side by side in one nano-batch of one layer, endpoint by endpoint.
+
+    Attributes:
+        linear_seconds: ``[n_endpoints]``.
+        attention_seconds: ``[n_endpoints]``.
+        request, reply: the messages of all ticks.
+    """
+
+    linear_seconds: Float64Array
+    attention_seconds: Float64Array
+    request: Messages
+    reply: Messages
+
+    def divided(self, parts: int) -> SlotWork:
+        """One of so many equal parts, with as many messages."""
+        return SlotWork(
+            self.linear_seconds / parts,
+            self.attention_seconds / parts,
+            self.request.divided(parts),
+            self.reply.divided(parts),
+        )
+
+    def beside(self, other: SlotWork) -> SlotWork:
+        """Both at once."""
+        return SlotWork(
+            self.linear_seconds + other.linear_seconds,
+            self.attention_seconds + other.attention_seconds,
+            join(self.request, other.request),
+            join(self.reply, other.reply),
+        )
+
+
+def attention_seconds(
+    plan: Plan, profile: CostProfile, phase: Phase, nano_batch: int
+) -> Float64Array:
+    """``[n_servers]`` busy seconds of one layer under the plan's tasks, ``profile`` on each."""
+    tasks = plan.tasks(phase)
+    chosen = plan.manifest.document_nano_batch[tasks.document] == nano_batch
+    begin, end = tasks.q_begin[chosen], tasks.q_end[chosen]
+    busy = np.zeros(len(plan.servers))
+    np.add.at(busy, tasks.server[chosen], profile.seconds(end - begin, end, phase))
+    return busy
+
+
+def linear_work(rank_seconds: Float64Array, n_endpoints: int) -> SlotWork:
+    """Linear parts alone, ``[n_ranks]`` seconds of one layer."""
+    linear = np.zeros(n_endpoints)
+    linear[: len(rank_seconds)] = rank_seconds
+    nothing = Messages.none(n_endpoints)
+    return SlotWork(linear, np.zeros(n_endpoints), nothing, nothing)
+
+
+def planned_work(setup: Setup, plan: Plan, phase: Phase, nano_batch: int) -> SlotWork:
+    """The attention and messages of one nano-batch in one layer."""
+    size = count_endpoints(plan)
+    attention = np.zeros(size)
+    attention[server_endpoints(plan)] = attention_seconds(
+        plan, setup.rank_profile, phase, nano_batch
+    )
+    messages = exchange(plan, setup.model.attention_shape, phase, nano_batch)
+    return SlotWork(np.zeros(size), attention, messages.request, messages.reply)
+
+
+def nano_batch_times(setup: Setup, work: SlotWork) -> NanoBatchTimes:
+    """The parts of one nano-batch in one layer."""
+    return NanoBatchTimes(
+        work.linear_seconds,
+        PortTransfer.of(work.request, setup.cluster),
+        work.attention_seconds,
+        PortTransfer.of(work.reply, setup.cluster),
+    )
+
+
+def tick_time(
+    setup: Setup, works: Sequence[SlotWork], n_layers: int, *, idle_aware: bool = False
+) -> TickTime:
+    """``n_layers`` layers of one slot.
+
+    Args:
+        setup: what is simulated.
+        works: of each nano-batch.
+        n_layers: of the stages that run.
+        idle_aware: whether the imbalance counts linear parts.
+    """
+    times = tuple(nano_batch_times(setup, work) for work in works)
+    return TickTime(
+        stack_seconds(times, n_layers),
+        exposed_seconds(times, n_layers),
+        max(_imbalance(work, idle_aware=idle_aware) for work in works),
+        sum(work.request.total_bytes + work.reply.total_bytes for work in works),
+        n_layers * sum(float((w.linear_seconds + w.attention_seconds).sum()) for w in works),
+    )
+
+
+def _imbalance(work: SlotWork, *, idle_aware: bool) -> float:
+    base = work.linear_seconds * idle_aware
+    level = float(level_seconds(base, work.attention_seconds.sum()))
+    return float((base + work.attention_seconds).max()) / level if level else 1.0
+
+
+def plan_works(setup: Setup, plan: Plan, phase: Phase) -> list[SlotWork]:
+    """A tick of all ranks at once, nano-batch by nano-batch, linear parts included."""
+    per_token, size = setup.linear_seconds_per_token(phase), count_endpoints(plan)
+    return [
+        linear_work(np.asarray(plan.manifest.tokens_per_rank(k) * per_token), size).beside(
+            planned_work(setup, plan, phase, k)
+        )
+        for k in range(plan.manifest.n_nano_batches)
+    ]
+
+
+def disaggregated_step(
+    setup: Setup,
+    lengths: Int64Array,
+    method: Method,
+    placement: Placement = Placement.IN_PLACE,
+    n_pool_servers: int = 0,
+) -> DisaggregatedStep:
+    """The step of all pipelines and microbatches, every slot pooled over all ranks.
+
+    Args:
+        setup: what is simulated.
+        lengths: documents of the step, ``setup.step_tokens`` tokens.
+        method: planner, homes, nano-batches and schedule.
+        placement: where servers run; pool servers come on top of the setup's ranks.
+        n_pool_servers: of a pool.
+    """
+    schedule = method.schedule(setup.n_stages, setup.n_microbatches)
+    n_layers = stage_layers(setup, schedule)
+    servers = build_servers(setup.cluster, setup.rank_profile, placement, n_pool_servers)
+    manifests = _microbatches(setup, lengths, method)
+    n_slots = kind_slots(setup, schedule)
+    times = [
+        tick_time(
+            setup,
+            _slot_works(setup, slot, n_slots, manifests, servers, method),
+            n_layers,
+            idle_aware=method.idle_aware,
+        )
+        for slot in side_by_side(schedule, n_slots)
+    ]
+    seconds = sum(time.seconds for time in times)
+    n_endpoints = setup.cluster.n_ranks + n_pool_servers
+    return DisaggregatedStep(
+        seconds + setup.gradient_sync_seconds,
+        sum(time.exposed_seconds for time in times),
+        max(time.imbalance for time in times),
+        sum(time.moved_bytes for time in times),
+        1 - sum(time.busy_seconds for time in times) / (seconds * n_endpoints),
+        schedule.peak_in_flight,
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of one value a batch."""
+    return float(np.mean(list(values)))
+
+
+def mean_step(steps: Sequence[DisaggregatedStep]) -> DisaggregatedStep:
+    """Means over batches of seconds, bytes and idle time; of imbalance and in flight the most."""
+    return DisaggregatedStep(
+        mean(step.seconds for step in steps),
+        mean(step.exposed_seconds for step in steps),
+        max(step.imbalance for step in steps),
+        round(mean(step.moved_bytes for step in steps)),
+        mean(step.idle_share for step in steps),
+        max(step.in_flight for step in steps),
+    )
+
+
+def kind_slots(setup: Setup, schedule: Schedule) -> dict[Kind, int]:
+    """Slots that an action of each kind takes, in proportion to its linear part; 1 where ranks keep
+    in step."""
+    if schedule.keeps_in_step:
+        return dict.fromkeys(Kind, 1)
+    forward = setup.action_seconds_per_token(Kind.FORWARD)
+    return {kind: round(setup.action_seconds_per_token(kind) / forward) for kind in Kind}
+
+
+def _slot_works(
+    setup: Setup,
+    slot: Slot,
+    n_slots: Mapping[Kind, int],
+    manifests: Sequence[Manifest],
+    servers: Sequence[PlanningServer],
+    method: Method,
+) -> list[SlotWork]:
+    """The work in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of all
+    kinds of actions, one after the other, backwards first, whose pieces are the larger ones; each
+    fills up what the ones before left."""
+    nano_batches = range(method.n_nano_batches)
+    linear = _linear_seconds(setup, slot, n_slots, manifests, method.n_nano_batches)
+    options = planning_options(setup, method)
+    shape = setup.model.attention_shape
+    size = setup.cluster.n_ranks + sum(s.server.in_place_rank is None for s in servers)
+    works = [linear_work(linear[k], size) for k in nano_batches]
+    for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.FORWARD):
+        phase = kind.attention_phase
+        held = [
+            (rank, action.microbatch)
+            for rank, action in enumerate(slot)
+            if action is not None and action.kind is kind
+        ]
+        if phase is None or not held:
+            continue
+        manifest = slot_manifest(manifests, held, len(slot), setup.n_pipelines)
+        # Plans are made for a whole layer, which takes this phase n_slots forward layers.
+        whole = n_slots[kind]
+        based = _with_bases(servers, works, phase, whole) if method.idle_aware else servers
+        plan = method.planner(manifest, based, shape, options)
+        works = [
+            work.beside(planned_work(setup, plan, phase, k).divided(whole))
+            for k, work in enumerate(works)
+        ]
+    return works
+
+
+def _linear_seconds(
+    setup: Setup,
+    slot: Slot,
+    n_slots: Mapping[Kind, int],
+    manifests: Sequence[Manifest],
+    n_nano_batches: int,
+) -> Float64Array:
+    """``[n_nano_batches, n_ranks]`` while a forward runs one layer."""
+    linear = np.zeros((n_nano_batches, len(slot), setup.n_pipelines))
+    for rank, action in enumerate(slot):
+        if action is not None:
+            per_token = setup.action_seconds_per_token(action.kind) / n_slots[action.kind]
+            for k in range(n_nano_batches):
+                linear[k, rank] = manifests[action.microbatch].tokens_per_rank(k) * per_token
+    return linear.reshape(n_nano_batches, -1)
+
+
+def _with_bases(
+    servers: Sequence[PlanningServer], works: Sequence[SlotWork], phase: Phase, factor: int
+) -> list[PlanningServer]:
+    """``servers`` with ``factor`` times what their endpoints compute besides: the nano-batches'
+    mean."""
+    busy = factor * np.mean([w.linear_seconds + w.attention_seconds for w in works], axis=0)
+    n_ranks = len(busy) - sum(server.server.in_place_rank is None for server in servers)
+    based, pool = [], n_ranks
+    for server in servers:
+        at = server.server.in_place_rank
+        if at is None:
+            at, pool = pool, pool + 1
+        seconds = float(busy[at])
+        both = (seconds, 0.0) if phase is Phase.FORWARD else (0.0, seconds)
+        based.append(replace(server, base_seconds=both))
+    return based
+
+
+def planning_options(setup: Setup, method: Method) -> PlanningOptions:
+    """The method's options, with the links and hosts of the setup's cluster and its byte budget."""
+    cluster = setup.cluster
+    network = cluster.rank_bandwidth_bytes_per_second
+    limit = None
+    if method.byte_budget is not None:
+        rows = setup.tokens_per_rank / method.n_nano_batches
+        window_seconds = rows * setup.linear_seconds_per_token(Phase.FORWARD)
+        # What int64 cannot count, no rank sends.
+        limit = int(min(method.byte_budget * network * window_seconds, _MOST_BYTES))
+    return replace(
+        method.options,
+        network_bytes_per_second=network,
+        host_bytes_per_second=cluster.rank_host_bandwidth_bytes_per_second,
+        max_process_bytes=limit,
+        rank_hosts=tuple(cluster.host_of(rank) for rank in range(cluster.n_ranks)),
+    )
+
+
+def _microbatches(setup: Setup, lengths: Int64Array, method: Method) -> list[Manifest]:
+    """The manifest of each microbatch over the pipelines."""
+    tokens = setup.n_pipelines * setup.tokens_per_rank
+    return [
+        method.pack(part, setup.n_pipelines, setup.tokens_per_rank, method.n_nano_batches)
+        for part in take_steps(lengths, setup.n_microbatches, tokens)
+    ]
+
+
+def slot_manifest(
+    manifests: Sequence[Manifest],
+    active: Sequence[tuple[int, int]],
+    n_pipeline_ranks: int,
+    n_pipelines: int,
+) -> Manifest:
+    """The manifest of what runs side by side.
+
+    Args:
+        manifests: of each microbatch over the pipelines.
+        active: (rank of the pipelines, microbatch) of all ranks that run something.
+        n_pipeline_ranks: ranks of one pipeline.
+        n_pipelines: pipeline d of rank r holds its rows on rank ``r * n_pipelines + d``.
+    """
+    if n_pipeline_ranks == 1:
+        ((_, microbatch),) = active
+        return manifests[microbatch]
+    held = [(rank, manifests[microbatch]) for rank, microbatch in active]
+    n_documents = np.array([manifest.n_documents for _, manifest in held])
+    first = np.cumsum(n_documents) - n_documents
+    nano_batch = np.concatenate([m.document_nano_batch for _, m in held])
+    # The parts of a document that is cut between nano-batches share an id.
+    n_ids = 1 + max(int(m.document_id.max()) for _, m in held)
+    ids = np.concatenate([m.document_id + at * n_ids for at, (_, m) in enumerate(held)])
+    # Documents are sorted by (nano-batch, id): microbatches are interleaved by a stable sort.
+    order = np.argsort(nano_batch, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    at_homes = [
+        (manifest, place[begin:], rank * n_pipelines)
+        for (rank, manifest), begin in zip(held, first, strict=True)
+    ]
+    return Manifest(
+        step=held[0][1].step,
+        n_ranks=n_pipeline_ranks * n_pipelines,
+        n_nano_batches=held[0][1].n_nano_batches,
+        document_id=ids[order],
+        document_length=np.concatenate([m.document_length for _, m in held])[order],
+        document_nano_batch=nano_batch[order],
+        whole=True,
+        **_rows_of("segment", at_homes),
+        **_rows_of("carried", at_homes),
+    )
+
+
+def _rows_of(kind: str, held: Sequence[tuple[Manifest, Int64Array, int]]) -> dict[str, Int64Array]:
+    """The columns of all ``"segment"`` or ``"carried"`` rows, in the order of their documents.
+
+    Args:
+        held: manifests, the new places of their documents, and the rank that their first one is.
+    """
+
+    def column(name: str) -> list[Int64Array]:
+        return [getattr(manifest, f"{kind}_{name}") for manifest, _, _ in held]
+
+    places, first_ranks = [place for _, place, _ in held], [rank for _, _, rank in held]
+    joined = {name: np.concatenate(column(name)) for name in ("offset", "length", "row")}
+    joined["document"] = np.concatenate(
+        [place[its] for place, its in zip(places, column("document"), strict=True)]
+    )
+    joined["rank"] = np.concatenate(
+        [rank + its for rank, its in zip(first_ranks, column("rank"), strict=True)]
+    )
+    order = np.argsort(joined["document"], kind="stable")
+    return {f"{kind}_{name}": values[order] for name, values in joined.items()}
