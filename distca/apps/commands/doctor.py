@@ -33,14 +33,6 @@ class DoctorOptions:
     connect_seconds: Annotated[
         float, typer.Option(help="How long to look for the control plane.")
     ] = default_seconds("call_seconds")
-    outsider: Annotated[
-        bool,
-        typer.Option(
-            "--outsider",
-            help="Only try whether data ports answer on this machine, which is part of no job: "
-            "of --peer, of the control plane's members, and --ucx-ports.",
-        ),
-    ] = False
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 for what is only to look at, too.")
     ] = False
@@ -59,7 +51,7 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
     from distca.apps.commands.usage import as_usage_error
 
     _require_torch()
-    from distca.apps.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
+    from distca.apps.doctor.examination import CHECKS, examine
     from distca.apps.doctor.finding import Severity, worst
     from distca.apps.doctor.report import as_json, show, summary
 
@@ -68,14 +60,13 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
     console = Console(highlight=False)
     with as_usage_error():
         around = _surroundings(options, settings, tls)
-        checks = OUTSIDER_CHECKS if options.outsider else CHECKS
-        unknown = settings.skip - checks.keys()
+        unknown = settings.skip - CHECKS.keys()
         if unknown:
             raise ValueError(
-                f"skip is {', '.join(sorted(unknown))}; the checks are {', '.join(checks)}"
+                f"skip is {', '.join(sorted(unknown))}; the checks are {', '.join(CHECKS)}"
             )
     findings = []
-    for finding in examine(around, checks):
+    for finding in examine(around):
         findings.append(finding)
         if not options.json:
             show(finding, console)

@@ -21,14 +21,12 @@ class ClusterAnswer:
 
     Attributes:
         snapshot: of the cluster; None if this role may not see it.
-        addresses: data address of each server by its id; empty if this role may not know.
         transports: what the pool's servers use.
         round_trip_seconds: of the call.
         asked_at: this machine's clock half way through the call, seconds since 1970 UTC.
     """
 
     snapshot: Snapshot | None = None
-    addresses: dict[str, str]
     transports: frozenset[TransportName] = frozenset()
     round_trip_seconds: float = 0.0
     asked_at: float = 0.0
@@ -83,17 +81,12 @@ class ClusterProbe:
             try:
                 stub.DescribeCluster(request)
             except PermissionDenied:
-                return ClusterAnswer(addresses={}, transports=_pool_transports(channel))
+                return ClusterAnswer(transports=_pool_transports(channel))
             began = time.perf_counter()
             answer = stub.DescribeCluster(request)
             seconds = time.perf_counter() - began
             return ClusterAnswer(
                 snapshot=snapshot_from(answer, self._settings.address),
-                addresses={
-                    status.server.server_id: status.server.data_address
-                    for status in answer.servers
-                    if status.server.data_address
-                },
                 transports=_known(
                     status.server.transport
                     for status in answer.servers

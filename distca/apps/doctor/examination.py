@@ -13,7 +13,6 @@ from distca.apps.doctor.cluster_checks import (
     check_dns,
     check_versions,
 )
-from distca.apps.doctor.data_port_checks import check_data_ports
 from distca.apps.doctor.device_checks import check_driver, check_gpu, check_kernels
 from distca.apps.doctor.finding import CheckFinding, failed
 from distca.apps.doctor.machine_checks import (
@@ -51,9 +50,6 @@ CHECKS: Mapping[str, Check] = {
 
 PER_DEVICE = ("gpu", "kernels")
 """Checks of each device that is named; the others are of the machine."""
-
-OUTSIDER_CHECKS: Mapping[str, Check] = {"data-ports": check_data_ports}
-"""Checks of a machine that is to be no part of any job."""
 
 
 def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[CheckFinding]:

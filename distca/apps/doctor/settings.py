@@ -13,30 +13,10 @@ import typer
 
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, own_address, rows_host
-from data_plane.transport import Address, TransportName, check_transport
-from distca.contract.addresses import split_address
+from data_plane.transport import TransportName, check_transport
 from distca.contract.checks import check_host, check_least, check_seconds
 from distca.contract.timeouts import default_seconds
 from distca.options import Read
-
-
-def parse_address(name: str, text: str) -> Address:
-    """The address that ``text`` gives for the option ``name``; port 0 is any."""
-    return Address(*split_address(name, text, any_port=True))
-
-
-def _peer(text: str) -> Address:
-    return parse_address("peer", text)
-
-
-def _port_range(text: str) -> range:
-    if text == "0":
-        return range(0)
-    first, _, last = text.partition("-")
-    bounds = [int(each) for each in (first, last or first) if each.isdecimal()]
-    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < 2**16:
-        raise ValueError(f"ucx_ports is {text!r}; it must be FIRST-LAST, for example 7800-7899")
-    return range(bounds[0], bounds[1] + 1)
 
 
 def _is_gpu(device: str) -> bool:
@@ -91,28 +71,10 @@ class DoctorSettings:
     rdma: Annotated[
         bool, typer.Option("--rdma/--tcp", help="The network that data is to travel over.")
     ] = False
-    peers: Annotated[
-        tuple[Address, ...],
-        typer.Option(
-            "--peer",
-            metavar="HOST:PORT",
-            help="With --outsider: data port of a node or trainer; may be given several times.",
-        ),
-        Read(str, _peer),
-    ] = ()
     pool: Annotated[
         bool,
         typer.Option(help="Compare with the attention nodes that the control plane names."),
     ] = True
-    ucx_ports: Annotated[
-        range,
-        typer.Option(
-            metavar="FIRST-LAST",
-            help="With --outsider: the members' UCX_TCP_PORT_RANGE.",
-            envvar="UCX_TCP_PORT_RANGE",
-        ),
-        Read(str, _port_range),
-    ] = range(0)
     min_gigabytes_per_second: Annotated[
         float, typer.Option(help="A slower way is a failure; 0 asks for nothing.")
     ] = 0.0

@@ -345,7 +345,6 @@ def test_strict_fails_for_warnings() -> None:
         ("--skip=nonsense", "skip is nonsense; the checks are gpu, driver"),
         ("--device=gpu", "device is 'gpu'; give cpu or cuda:INDEX"),
         ("--also-device=cpu", "also_device is 'cpu'; give cuda:INDEX"),
-        ("--peer=host", "peer is 'host'; it must be host:port"),
         ("--shape=8:2", "shape is '8:2'"),
     ],
 )

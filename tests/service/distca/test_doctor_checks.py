@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -24,13 +23,12 @@ from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.launcher import LauncherError
 from core_attention.shape import AttentionShape
 from data_plane import transport_facts
-from data_plane.transport import Address, ProbeResult, TransportName
+from data_plane.transport import ProbeResult, TransportName
 from distca import __version__
 from distca.apps.doctor import cluster_checks, device_checks
 from distca.apps.doctor.cluster_checks import compare_versions, judge_clock
-from distca.apps.doctor.data_port_checks import judge_host
 from distca.apps.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
-from distca.apps.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
+from distca.apps.doctor.examination import CHECKS, examine
 from distca.apps.doctor.finding import CheckFinding, Severity, failed, passed, warned, worst
 from distca.apps.doctor.machine_checks import judge_shared_memory
 from distca.apps.doctor.report import as_json, summary
@@ -39,7 +37,6 @@ from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.doctor.transport_checks import judge_self_test, judge_transport
 from distca.apps.top.snapshot import Snapshot
 from tests.service.distca.test_top import server_view
-from tests.support.addresses import foreign_address, unused_port
 from tests.support.rdma_machine import add_rdma_device
 
 PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
@@ -596,37 +593,3 @@ def test_a_self_test_tells_a_slow_or_wrong_way(
     finding = judge_self_test(result, one_host=one_host, floor=floor)
     assert finding.status is status
     assert finding.figures["lanes"] == lanes
-
-
-# From outside.
-
-
-def test_a_data_port_that_answers_an_outsider_is_a_warning() -> None:
-    with socket.create_server(("0.0.0.0", 0)) as listener:
-        port = listener.getsockname()[1]
-        finding = judge_host(foreign_address(), [port, unused_port()])
-        assert finding.status is WARN
-        assert f"port {port} answers" in finding.says
-        assert "networkPolicy" in finding.advice
-        assert judge_host("localhost", [port]).status is PASS
-
-
-def test_ports_that_do_not_answer_an_outsider_pass() -> None:
-    ports = [unused_port() for _ in range(3)]
-    finding = judge_host(foreign_address(), ports)
-    assert (finding.status, "none of 3 ports" in finding.says) == (PASS, True)
-
-
-def test_an_outsider_tries_listeners_and_ucx_ports_of_every_host() -> None:
-    host = foreign_address()
-    with socket.create_server((host, 0)) as listener, socket.create_server((host, 0)) as ucx:
-        port, ucx_port = listener.getsockname()[1], ucx.getsockname()[1]
-        where = around(peers=(Address(host, port),), ucx_ports=range(ucx_port, ucx_port + 1))
-        (finding,) = OUTSIDER_CHECKS["data-ports"](where)
-        assert finding.figures["answering"] == ", ".join(map(str, sorted([port, ucx_port])))
-
-
-def test_an_outsider_that_knows_no_port_says_what_to_give() -> None:
-    (finding,) = OUTSIDER_CHECKS["data-ports"](around())
-    assert finding.status is FAIL
-    assert "--peer" in finding.advice
