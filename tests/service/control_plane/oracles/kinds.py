@@ -126,8 +126,8 @@ class Miss:
     def __str__(self) -> str:
         proof = "no plan can" if self.is_proven else "DEFECT"
         return (
-            f"{self.kind}: {self.phase} {self.over_target_load:.3f}, {self.seconds_over_bound:.3f} of "
-            f"the bound: {proof}"
+            f"{self.kind}: {self.phase} {self.over_target_load:.3f}, "
+            f"{self.seconds_over_bound:.3f} of the bound: {proof}"
         )
 
 
