@@ -8,20 +8,24 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
+from data_plane.addresses import connect_failed, resolve
 from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool
+from data_plane.connector import Connector
 from data_plane.half_open import half_open_limit
-from data_plane.handshake import HandshakeFailure
+from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.interfaces import is_private
 from data_plane.newcomers import Newcomers
-from data_plane.owner_thread import OwnerThread
+from data_plane.owner_thread import OwnerResult, OwnerThread
 from data_plane.probe_endpoint import ProbeEndpoint
 from data_plane.silent_sockets import SilentSockets
 from data_plane.transport import (
     MAX_HELLO_BYTES,
+    Address,
     Connection,
     ProbeResult,
     TransportClosed,
@@ -57,8 +61,8 @@ WorkerT = TypeVar("WorkerT", bound=OwnerThread)
 
 
 class BaseTransport(Generic[ConnectionT, WorkerT]):
-    """Implements ``Transport`` but for listening and connecting. Starts ``worker`` at once;
-    ``close`` ends it.
+    """Implements ``Transport`` but for listening and for reaching a listener. Starts ``worker`` at
+    once; ``close`` ends it.
 
     Args:
         worker: the owner thread of the network library.
@@ -100,6 +104,30 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     @property
     def stalled_seconds(self) -> float:
         return self._worker.stalled_seconds
+
+    def connect(
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
+    ) -> tuple[Connection, bytes]:
+        """See ``Transport.connect``."""
+        if len(hello) > MAX_HELLO_BYTES:
+            raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")
+        self._require_open(str(address))
+        deadline = time.monotonic() + timeout_seconds
+        ip = resolve(address, timeout_seconds, self.name)
+        result = OwnerResult()
+        handshake = ClientHandshake(hello, secret)
+        self._reach(ip, Connector(address, self.name, handshake, deadline, result))
+        try:
+            # The owner thread keeps the deadline; the margin is for its answer to arrive.
+            connection, answer = result.get(deadline - time.monotonic() + 1.0)
+        except TimeoutError as error:
+            raise connect_failed(address, str(error), self.name) from error
+        logger.info("connection %d with %s opened", connection.local_id, address)
+        return connection, answer
+
+    def _reach(self, ip: str, connector: Connector) -> None:
+        """Has ``connector`` greet the listener at ``ip`` on the owner thread."""
+        raise NotImplementedError
 
     def probe(
         self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
@@ -177,9 +205,3 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def _cannot_listen(self, host: str, port: int, cause: BaseException) -> TransportError:
         _, why = refusal(host, port, cause)
         return TransportError(f"cannot listen: {why}", transport=self.name, peer=f"{host}:{port}")
-
-
-def check_hello_length(hello: bytes) -> None:
-    """Raises ValueError if ``hello`` is longer than a peer would accept."""
-    if len(hello) > MAX_HELLO_BYTES:
-        raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")

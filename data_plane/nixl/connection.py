@@ -104,12 +104,13 @@ class NixlConnection(BaseConnection):
 
     def send_greeting(self, greeting: Greeting, on_sent: Callable[[], None] = nothing) -> None:
         self.link.send_raw(greeting.encode())
+        on_sent()
 
     def receive_greeting(
         self, on_greeting: Callable[[Greeting], None], on_bad: Callable[[ValueError], None]
     ) -> None:
         self._on_bad_greeting = on_bad
-        self.link.start(on_greeting)
+        self.link.expect_greeting(on_greeting)
 
     def _start(self, sending: bytes, receiving: bytes) -> None:
         self.link.begin(sending, receiving)

@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import struct
-import time
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -88,16 +87,19 @@ class NixlLink:
         self._receiving: FrameMac | None = None
         self._incoming = bytearray()
         self._outgoing = bytearray()
+        self._started = False
         self._readable = True
         self._good = True
         self._finishing = False
         self._on_finished: Callable[[], None] | None = None
         prepare(connection)
 
-    def start(self, on_greeting: Callable[[Greeting], None] | None = None) -> None:
-        """Begins to read; a greeting first if somebody wants one."""
+    def expect_greeting(self, on_greeting: Callable[[Greeting], None]) -> None:
+        """Calls ``on_greeting`` with the next greeting of the peer; with the first call, begins to
+        read."""
         self._on_greeting = on_greeting
-        if self._socket is not None:
+        if self._socket is not None and not self._started:
+            self._started = True
             self._worker.watch(self._socket, select.EPOLLIN, self._on_events)
 
     def begin(self, sending: bytes, receiving: bytes) -> None:
@@ -271,21 +273,6 @@ def prepare(connection: socket.socket) -> None:
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     _SOCKETS.add(connection)
-
-
-def receive_exactly(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Reads from a blocking socket until ``deadline`` (``time.monotonic()``)."""
-    received = bytearray()
-    while len(received) < nbytes:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("deadline passed")
-        connection.settimeout(left)
-        more = connection.recv(nbytes - len(received))
-        if not more:
-            raise ConnectionResetError("the listener ended the connection")
-        received += more
-    return bytes(received)
 
 
 _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -12,25 +12,18 @@ import socket
 import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.base_transport import (
-    COMMAND_TIMEOUT_SECONDS,
-    BaseTransport,
-    check_hello_length,
-    say_that_ports_are_open,
-)
-from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
-from data_plane.handshake import ClientHandshake, HandshakeFailure
+from data_plane.addresses import connect_failed, local_ip
+from data_plane.base_transport import BaseTransport, say_that_ports_are_open
+from data_plane.connector import Connector
+from data_plane.handshake import HandshakeFailure
 from data_plane.interfaces import ipv4_of, own_addresses
 from data_plane.listening_address import accept_only_from
 from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
-from data_plane.nixl.link import receive_exactly
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.worker import NixlWorker
-from data_plane.owner_thread import OwnerResult
-from data_plane.proof import ConnectionKeys, Ends
+from data_plane.proof import Ends
 from data_plane.silent_sockets import has_sent_a_message
-from data_plane.transport import AcceptCallback, Address, Connection, TransportError
+from data_plane.transport import AcceptCallback, Address, TransportError
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
@@ -101,23 +94,20 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             say_that_ports_are_open(ip)
         return Address(host, bound_port)
 
-    def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
-    ) -> tuple[Connection, bytes]:
-        """See ``Transport.connect``."""
-        check_hello_length(hello)
-        self._require_open(str(address))
-        deadline = time.monotonic() + timeout_seconds
-        ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
-        link, keys, answer = self._greet(address, ip, ClientHandshake(hello, secret), deadline)
-        result = OwnerResult()
-        self._worker.submit(lambda: self._adopt(link, keys, str(address), ip, result))
+    def _reach(self, ip: str, connector: Connector) -> None:
+        address, seconds = connector.address, max(connector.deadline - time.monotonic(), 1e-3)
         try:
-            connection: NixlConnection = result.get(COMMAND_TIMEOUT_SECONDS)
-        except TimeoutError as error:
-            raise connect_failed(address, str(error), TRANSPORT_NAME) from error
-        logger.info("connection %d with %s opened", connection.local_id, address)
-        return connection, answer
+            link = socket.create_connection((ip, address.port), seconds, self._source)
+            ends = _ends(client=link.getsockname(), server=link.getpeername())
+        except OSError as error:
+            raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
+        self._worker.submit(
+            lambda: connector.greet(
+                self._open_connection(link, str(address)),
+                lambda: ends,
+                on_proven=lambda: self._admit(ip),
+            )
+        )
 
     def _watch_ports(self, ports: frozenset[int]) -> None:
         """Has connections ended that say nothing to nixl's UCX, and closes its ports to strangers.
@@ -155,46 +145,11 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             self._worker.unwatch(self._listener)
             self._listener.close()
 
-    def _greet(
-        self, address: Address, ip: str, handshake: ClientHandshake, deadline: float
-    ) -> tuple[socket.socket, ConnectionKeys, bytes]:
-        """Connects and proves itself; returns the socket, its keys and the listener's answer."""
-        try:
-            link = socket.create_connection(
-                (ip, address.port), max(deadline - time.monotonic(), 1e-3), self._source
-            )
-        except OSError as error:
-            raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
-        try:
-            ends = _ends(client=link.getsockname(), server=link.getpeername())
-            link.sendall(handshake.answer(_receive_greeting(link, deadline), ends).encode())
-            keys, answer = handshake.conclude(
-                _receive_greeting(link, deadline), transport=TRANSPORT_NAME, peer=str(address)
-            )
-        except (OSError, BadGreeting) as error:
-            link.close()
-            reason = f"the listener's answer {error}"
-            raise connect_failed(address, reason, TRANSPORT_NAME) from error
-        except TransportError:
-            link.close()
-            raise
-        return link, keys, answer
-
     @property
     def _source(self) -> tuple[str, int] | None:
         """The address where links begin: the one that UCX is bound to."""
         data_host = self._settings.data_host
         return None if self._members is None or data_host is None else (ipv4_of(data_host), 0)
-
-    def _adopt(
-        self, link: socket.socket, keys: ConnectionKeys, peer: str, ip: str, result: OwnerResult
-    ) -> None:
-        self._admit(ip)
-        connection = self._open_connection(link, peer)
-        connection.begin(keys, listening=False)
-        connection.link.start()
-        if not result.set(connection):
-            connection.close("nobody waits for this connection any more")
 
     def _watch_listener(self, listener: socket.socket, accept: AcceptCallback) -> None:
         if not self._closed:
@@ -246,17 +201,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         )
         self._keep(connection)
         return connection
-
-
-def _receive_greeting(link: socket.socket, deadline: float) -> Greeting:
-    """Reads one greeting from a blocking socket.
-
-    Raises:
-        OSError: the deadline passed, or the peer ended the link.
-        BadGreeting: it is none.
-    """
-    header = decode_header(receive_exactly(link, HEADER_BYTES, deadline))
-    return header.with_body(receive_exactly(link, header.body_bytes, deadline))
 
 
 def _ends(*, client: tuple[str, int], server: tuple[str, int]) -> Ends:

@@ -10,14 +10,15 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from data_plane.addresses import connect_failed, local_ip, resolve
+from ucxx._lib import libucxx
+
+from data_plane.addresses import local_ip
 from data_plane.base_transport import (
     COMMAND_TIMEOUT_SECONDS,
     BaseTransport,
-    check_hello_length,
     say_that_ports_are_open,
 )
-from data_plane.handshake import ClientHandshake
+from data_plane.connector import Connector
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.metrics import DropCause
 from data_plane.owner_thread import OwnerResult
@@ -26,12 +27,10 @@ from data_plane.transport import (
     AcceptCallback,
     Address,
     ConnectFailed,
-    Connection,
     NetworkRestarted,
 )
 from data_plane.ucxx.arrivals import Arrivals
 from data_plane.ucxx.connection import TRANSPORT_NAME, UcxxConnection
-from data_plane.ucxx.connector import UcxxConnector
 from data_plane.ucxx.listener import UcxxListener
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
@@ -87,26 +86,23 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         say_that_ports_are_open(ip)
         return Address(host, bound_port)
 
-    def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
-    ) -> tuple[Connection, bytes]:
-        """See ``Transport.connect``."""
-        check_hello_length(hello)
-        self._require_open(str(address))
-        deadline = time.monotonic() + timeout_seconds
-        ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
-        self._require_way(address, ip)
-        result = OwnerResult()
-        connector = UcxxConnector(self._worker, address, result)
-        handshake = ClientHandshake(hello, secret)
-        self._worker.submit(lambda: connector.start(ip, handshake, deadline, self._open_connection))
+    def _reach(self, ip: str, connector: Connector) -> None:
+        self._require_way(connector.address, ip)
+        self._worker.submit(lambda: self._open_towards(ip, connector))
+
+    def _open_towards(self, ip: str, connector: Connector) -> None:
+        address = connector.address
         try:
-            # The owner thread keeps the deadline; the margin is for its answer to arrive.
-            connection, answer = result.get(deadline - time.monotonic() + 1.0)
-        except TimeoutError as error:
-            raise connect_failed(address, str(error), TRANSPORT_NAME) from error
-        logger.info("connection %d with %s opened", connection.local_id, address)
-        return connection, answer
+            endpoint = libucxx.UCXEndpoint.create(self._worker.ucp, ip, address.port, True)
+        except UCX_ERRORS as error:
+            connector.give_up(f"{type(error).__name__}: {error}")
+            return
+        connection = self._open_connection(endpoint, str(address))
+        connector.greet(
+            connection,
+            lambda: connection.ends(listening=False),
+            on_deadline=self._worker.check_shared_memory,
+        )
 
     def _require_way(self, address: Address, ip: str) -> None:
         """Raises ConnectFailed if the way to ``ip`` leaves by an interface that UCX may not use:
