@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,9 +21,14 @@ from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.manifest import RankManifest
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
-from tests.unit.attention_node.cases import make_documents, make_plan, make_source, open_tick
-
-WAIT_SECONDS = 10.0
+from tests.unit.attention_node.cases import (
+    WAIT_SECONDS,
+    make_documents,
+    make_plan,
+    make_source,
+    open_tick,
+    wait_for,
+)
 
 
 class GatedKernel:
@@ -115,13 +119,6 @@ def submit(
     source = make_source(route, 0, ranks[0], phase, local=False)
     executor.arrive(tick, 0, replace(source, written=cast(Any, written)))
     return tick, ranks[0].failures
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_what_became_ready_during_a_call_is_fused_into_the_next(

@@ -14,7 +14,8 @@ from attention_node.metrics import NodeMetrics
 from attention_node.served_job import ExchangeTimes
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from tests.unit.attention_node.test_executor import WAIT_SECONDS, GatedKernel, submit, wait_for
+from tests.unit.attention_node.cases import WAIT_SECONDS, wait_for
+from tests.unit.attention_node.test_executor import GatedKernel, submit
 
 HELD_SECONDS = 0.1
 

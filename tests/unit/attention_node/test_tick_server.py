@@ -40,7 +40,7 @@ from data_plane.transport import (
 )
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
-from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan
+from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan, wait_for
 
 N_LAYERS = 3
 JOB = JobDescription(
@@ -53,7 +53,6 @@ JOB = JobDescription(
     scale=SCALE,
     name="job",
 )
-WAIT_SECONDS = 10.0
 TICK_BYTES = 4608
 """Of all buffers of one tick of the plan below: requests and replies, as a pool rounds them."""
 MOVING_SECONDS = 0.125
@@ -234,13 +233,6 @@ def run_step(harness: Harness, step: int, *connections: FakeConnection) -> None:
     for tick, connection in itertools.product(ticks_of(step), connections):
         connection.arrive(tick)
     wait_for(lambda: len(connections[0].puts) >= N_LAYERS)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: Harness) -> None:
@@ -519,3 +511,17 @@ def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
     with pytest.raises(HelloRefused, match="edge keys are exchanged between ranks") as refused:
         harness.server.accept(claim, FakeConnection())
     assert refused.value.reason is HelloRefusal.SERVER
+
+
+def test_a_rank_that_sends_a_tick_on_two_connections_counts_once(harness: Harness) -> None:
+    first, other, second = (harness.connect(rank) for rank in (0, 1, 0))
+    harness.add(0)
+    tick = ticks_of(0)[0]
+    first.arrive(tick)
+    second.arrive(tick)
+    wait_for(lambda: second.closed)
+    other.arrive(tick)
+    wait_for(lambda: bool(first.puts) and bool(other.puts))
+    assert not first.closed
+    harness.server.close()
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
