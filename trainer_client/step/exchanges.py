@@ -77,10 +77,6 @@ class Routes:
         self._connections: Mapping[str, Connection] = {}
         self._derived: dict[tuple[int, Phase, int], tuple[ServerExchange, ...]] = {}
 
-    @property
-    def epoch(self) -> int:
-        return self.plan.epoch
-
     def connect(self, connections: Mapping[str, Connection]) -> None:
         """The plan is in force: there are connections, by server id, to all of its servers that are
         other processes."""

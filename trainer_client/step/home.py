@@ -14,10 +14,10 @@ from core_attention.kernels.row_dots import row_dots
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.differentiable_once import differentiable_once
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home_tasks import HomeTasks, KeyRun
-from trainer_client.step.once import differentiable_once
 from trainer_client.step.replies import Tensors
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]

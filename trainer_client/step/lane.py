@@ -81,10 +81,16 @@ def in_nano_batch(index: int) -> Iterator[None]:
 
 
 def require_lane() -> Lane:
-    """The nano-batch that the caller computes."""
+    """The nano-batch that the caller computes, or that is recomputed."""
     # Autograd recomputes checkpoints on a thread of its own, which knows no step.
     region = Checkpoints().recomputed
-    lane: Lane | None = region.caller if region else current_lane.get()
+    lane: Lane | None = region.caller if region else None
+    return require_own_lane() if lane is None else lane
+
+
+def require_own_lane() -> Lane:
+    """The nano-batch that the caller computes, outside of recomputations."""
+    lane = current_lane.get()
     if lane is not None:
         return lane
     running = require_step()

@@ -21,19 +21,17 @@ from core_attention.kernels.own import shape_of
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
-from trainer_client.hooks.checkpointing import Checkpoints, Recomputed
-from trainer_client.hooks.compile_boundary import outside_graphs, refuse_tracing
-from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
-from trainer_client.hooks.probing import current_probe
-from trainer_client.hooks.tensor_parallel import check_local
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.differentiable_once import differentiable_once
 from trainer_client.hooks.thread_state import saved_tensor_hooks
+from trainer_client.hooks.unserved import answer_unserved
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_tasks import LayerKind, home_tasks
-from trainer_client.step.lane import require_lane
-from trainer_client.step.once import differentiable_once
+from trainer_client.step.lane import require_own_lane
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sinks import with_sinks
 
@@ -108,18 +106,13 @@ def core_attention_and_lse(
         logarithm of the sum of a query's exponentiated scores. Both are differentiable once, in the
         same step.
     """
-    refuse_tracing()
-    check_local(q=q, k=k, v=v)
-    kind = LayerKind(window, chunk)
-    if (probe := current_probe.get()) is not None:
-        o = probe.call(q, k, v, scale, softcap=softcap, served=kind.is_full)
-        return o, o.new_zeros(o.shape[:2], dtype=torch.float32)
-    checkpoints = Checkpoints()
-    if is_shape_inference(checkpoints.recomputed):
-        return of_the_right_shape(q, k, v, checkpoints, served=kind.is_full)
-    if kind.is_full:
+    checkpoints, served = Checkpoints(), window is None and chunk is None
+    answer = answer_unserved(q, k, v, checkpoints, scale=scale, softcap=softcap, served=served)
+    if answer is not None:
+        return answer
+    if served:
         return _served(q, k, v, softcap, scale, checkpoints)
-    return _at_home(q, k, v, kind, softcap, scale, checkpoints)
+    return _at_home(q, k, v, LayerKind(window, chunk), softcap, scale, checkpoints)
 
 
 def _served(
@@ -131,16 +124,12 @@ def _served(
     checkpoints: Checkpoints,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse by the job's servers."""
-    region = checkpoints.recomputed
-    lane = require_lane()
+    lane = require_own_lane()
     running, nano_batch = lane.running, lane.nano_batch
     job = running.job
     check_qkv(q, k, v, job.shape, running.n_rows(nano_batch))
     _check_served("softcap", softcap, job.shape.softcap)
     _check_served("scale", scale, job.scale)
-    if region:
-        o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
-        return o, lse
     needs_backward = _needs_backward(q, k, v)
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
     taken, link = None, None
@@ -189,11 +178,7 @@ def _at_home(
     checkpoints: Checkpoints,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of a layer that is not served."""
-    region = checkpoints.recomputed
-    lane = require_lane()
-    if region:
-        o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
-        return o, lse
+    lane = require_own_lane()
     running, nano_batch = lane.running, lane.nano_batch
     job, tasks = running.job, home_tasks(running, nano_batch, kind)
     softcap = job.shape.softcap if softcap is None else softcap

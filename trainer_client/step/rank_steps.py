@@ -530,7 +530,7 @@ class RankSteps:
         if not needed or not under_way:
             return
         with self.lock:
-            sent_ticks = [lane.begun_ticks for lane in running.lanes]
+            sent_ticks = [lane.begun_ticks for lane in running.machine.lanes]
         self._link.report(
             running.step,
             jobs_pb2.StepWaiting(
@@ -543,10 +543,10 @@ class RankSteps:
 
     def _send(self, running: RunningStep, sent: SentTick, instruction: SendTick) -> None:
         tick, epoch = sent.tick, instruction.epoch
-        plan, outputs = running.in_force, sent.outputs
+        routes, outputs = running.in_force, sent.outputs
         with self.lock:
             is_void = not running.machine.is_under(epoch)
-        if is_void or plan is None or plan.epoch != epoch:
+        if is_void or routes is None or routes.plan.epoch != epoch:
             return
         inputs = sent.rows()
         if not inputs:
@@ -569,7 +569,7 @@ class RankSteps:
         awaited: list[Awaited] = []
         assert self._exchanger is not None
         try:
-            for exchange in plan.of(tick):
+            for exchange in routes.of(tick):
                 awaited.append(self._exchanger.send(exchange, epoch, tick, inputs, outputs))
                 if exchange.connection is not None:
                     running.sent_bytes += exchange.request.nbytes
@@ -649,24 +649,24 @@ class RankSteps:
 
     def _end_lane(self, first: Tick, epoch: int) -> None:
         running = self._running.get(first.step)
-        plan = running.in_force if running is not None else None
-        if plan is None or plan.epoch != epoch:
+        routes = running.in_force if running is not None else None
+        if routes is None or routes.plan.epoch != epoch:
             return
         assert self._exchanger is not None
-        for exchange in plan.of(first):
+        for exchange in routes.of(first):
             self._exchanger.skip(exchange, epoch, first)
 
     def _count_recovery(self, counted: CountRecovery) -> None:
         running = self._running.get(counted.step)
-        plan = running.in_force if running is not None else None
-        if running is None or plan is None:
+        routes = running.in_force if running is not None else None
+        if running is None or routes is None:
             return
         running.recoveries += 1
         running.replayed_ticks += len(counted.replayed)
         running.recovery_seconds += counted.seconds
         self._metrics.recovered(counted.seconds)
         for tick in counted.replayed:
-            at_home = all(each.connection is None for each in plan.of(tick))
+            at_home = all(each.connection is None for each in routes.of(tick))
             self._metrics.tick_replayed(tick.phase, "home" if at_home else "server")
         logger.info(
             "step %d goes on with epoch %d: %d ticks replayed after %.3f s",

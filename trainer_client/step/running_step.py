@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
@@ -21,7 +21,6 @@ from core_attention.tick import Tick
 from distca.contract.server_loss import LossCause
 from trainer_client.errors import SessionError
 from trainer_client.link.planned_step import PlannedStep
-from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.outlines import LaneOutline
 from trainer_client.machine.step import StepMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait
@@ -101,6 +100,7 @@ class RunningStep:
         neighbours: Neighbours,
     ) -> None:
         self.plan = plan
+        self.step = plan.step
         self.job = job
         self.rank = rank
         self.device = device
@@ -129,15 +129,6 @@ class RunningStep:
             int(manifest.tokens_per_rank(nano_batch)[rank])
             for nano_batch in range(job.n_nano_batches)
         )
-
-    @property
-    def step(self) -> int:
-        return self.plan.step
-
-    @property
-    def lanes(self) -> Sequence[LaneMachine]:
-        """The state of its nano-batches."""
-        return self.machine.lanes
 
     @property
     def lane_outlines(self) -> tuple[LaneOutline, ...]:
@@ -203,7 +194,7 @@ class RunningStep:
     def forward_call(self, nano_batch: int, *, needs_backward: bool) -> int:
         """Counts a nano-batch's attention calls; returns the call's layer."""
         with self.ticks.lock:
-            return self.lanes[nano_batch].calls.forward(needs_backward)
+            return self.machine.lanes[nano_batch].calls.forward(needs_backward)
 
     def home_call(self, nano_batch: int) -> int:
         """Counts a nano-batch's calls that are computed at home; returns the call's number."""
@@ -260,17 +251,17 @@ class RunningStep:
         """The backward pass of a call begins."""
         if self._n_rows[nano_batch]:
             with self.ticks.lock:
-                self.lanes[nano_batch].calls.backward(layer)
+                self.machine.lanes[nano_batch].calls.backward(layer)
 
     def stage_begins(self, nano_batch: int, stage: int, n_layers: int) -> None:
         """The forward pass of a nano-batch comes to a stage with ``n_layers`` calls."""
         with self.ticks.lock:
-            self.lanes[nano_batch].calls.stage_begins(stage, n_layers)
+            self.machine.lanes[nano_batch].calls.stage_begins(stage, n_layers)
 
     def lane_returned(self, nano_batch: int) -> None:
         """The forward pass of a nano-batch is over, or that of a stage in it."""
         if self._n_rows[nano_batch]:
-            self.lanes[nano_batch].calls.returned()
+            self.machine.lanes[nano_batch].calls.returned()
 
     def give_up(self, reason: str) -> None:
         """Allows the step's block to end before its backward passes are complete, as when the loss
@@ -306,25 +297,25 @@ class RunningStep:
             f"nano-batch {nano_batch} made {lane.calls.forward_calls} of {lane.calls.n_layers} "
             f"forward and {lane.calls.backward_calls} of {lane.calls.expected_backward_calls} "
             "backward calls of core attention"
-            for nano_batch, lane in enumerate(self.lanes)
+            for nano_batch, lane in enumerate(self.machine.lanes)
             if not lane.is_over
         )
 
     @property
     def called(self) -> bool:
         """Return whether core attention was called at all; True for a step without rows."""
-        return any(lane.calls.forward_calls for lane in self.lanes) or not any(self._n_rows)
+        return any(lane.calls.forward_calls for lane in self.machine.lanes) or not any(self._n_rows)
 
     @property
     def complete(self) -> bool:
         """Return whether every tick that servers expect of this rank is complete."""
-        return all(lane.is_over for lane in self.lanes)
+        return all(lane.is_over for lane in self.machine.lanes)
 
     def served_tasks(self) -> Iterator[ServedTasks]:
         """The tasks that every server of the plan in force runs for this rank in the step."""
         plan = self.in_force
         for nano_batch in range(self.job.n_nano_batches if plan else 0):
-            calls = self.lanes[nano_batch].calls
+            calls = self.machine.lanes[nano_batch].calls
             backward = calls.expected_backward_calls
             for phase, layers in ((Phase.FORWARD, calls.n_layers), (Phase.BACKWARD, backward)):
                 if not layers:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from core_attention.errors import TensorError
-from trainer_client.step.once import differentiable_once
+from trainer_client.hooks.differentiable_once import differentiable_once
 
 
 def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
