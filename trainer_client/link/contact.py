@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from distca.contract import rpc
 from distca.contract.contact import Contact
@@ -59,33 +60,24 @@ class RankContact(Contact):
         server."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
-            jobs_pb2.RenewRankRequest(
-                job_id=self.job_id,
-                rank_lease_id=self.lease_id,
-                next_step=next_step,
-                sent_ticks=sent_ticks,
-                in_place_load=in_place_load,
+            self._own(
+                jobs_pb2.RenewRankRequest(
+                    next_step=next_step, sent_ticks=sent_ticks, in_place_load=in_place_load
+                )
             ),
             timeout_seconds=self.renewal_deadline_seconds,
         ).lease_seconds
 
     def submit(self, handed_in: HandedInStep) -> None:
         """Hands in a manifest."""
-        self.call(
-            self._jobs.SubmitManifest,
-            jobs_pb2.SubmitManifestRequest(
-                job_id=self.job_id,
-                rank_lease_id=self.lease_id,
-                manifest=handed_in.manifest,
-                forward_only=handed_in.forward_only,
-            ),
-        )
+        request = jobs_pb2.SubmitManifestRequest()
+        # Another contact may be handing in the same.
+        request.CopyFrom(handed_in)
+        self.call(self._jobs.SubmitManifest, self._own(request))
 
     def watch(self) -> None:
         """Begins the stream of events."""
-        self.events = self._jobs.WatchRank(
-            jobs_pb2.WatchRankRequest(job_id=self.job_id, rank_lease_id=self.lease_id)
-        )
+        self.events = self._jobs.WatchRank(self._own(jobs_pb2.WatchRankRequest()))
 
     def report_step(self, request: jobs_pb2.ReportStepRequest) -> None:
         """Reports what was measured; fills in job and lease."""
@@ -94,33 +86,22 @@ class RankContact(Contact):
 
     def report_lost(self, loss: ServerLoss) -> None:
         """Reports a lost server."""
-        self.call(
-            self._jobs.ReportServerLost,
-            jobs_pb2.ReportServerLostRequest(
-                job_id=self.job_id,
-                rank_lease_id=self.lease_id,
-                server_id=loss.server_id,
-                epoch=loss.epoch,
-                detail=loss.detail,
-                cause=cause_to_proto(loss.cause),
-            ),
+        request = jobs_pb2.ReportServerLostRequest(
+            server_id=loss.server_id,
+            epoch=loss.epoch,
+            detail=loss.detail,
+            cause=cause_to_proto(loss.cause),
         )
+        self.call(self._jobs.ReportServerLost, self._own(request))
 
     def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
         """Answers a recovery."""
-        self.call(
-            self._jobs.ReportProgress,
-            jobs_pb2.ReportProgressRequest(
-                job_id=self.job_id, rank_lease_id=self.lease_id, epoch=epoch, steps=steps
-            ),
-        )
+        request = jobs_pb2.ReportProgressRequest(epoch=epoch, steps=steps)
+        self.call(self._jobs.ReportProgress, self._own(request))
 
     def leave(self, error: str) -> None:
         """Leaves the job."""
-        self.call(
-            self._jobs.CloseJob,
-            jobs_pb2.CloseJobRequest(job_id=self.job_id, rank_lease_id=self.lease_id, error=error),
-        )
+        self.call(self._jobs.CloseJob, self._own(jobs_pb2.CloseJobRequest(error=error)))
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The plan of a step and what was measured in it."""
@@ -131,9 +112,7 @@ class RankContact(Contact):
     def locate(self, rank: int) -> jobs_pb2.LocatedRank | None:
         """The place where another rank of the job listens; None while it has not joined, or is
         away."""
-        request = jobs_pb2.LocateRanksRequest(
-            job_id=self.job_id, rank_lease_id=self.lease_id, ranks=[rank]
-        )
+        request = self._own(jobs_pb2.LocateRanksRequest(ranks=[rank]))
         response: jobs_pb2.LocateRanksResponse = self.call(self._jobs.LocateRanks, request)
         return response.ranks[0] if response.ranks else None
 
@@ -142,3 +121,8 @@ class RankContact(Contact):
         request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)
         response: jobs_pb2.DescribeJobResponse = self.call(self._jobs.DescribeJob, request)
         return response
+
+    def _own(self, request: Any) -> Any:
+        """A request with the rank's job and lease filled in."""
+        request.job_id, request.rank_lease_id = self.job_id, self.lease_id
+        return request

@@ -8,15 +8,10 @@ import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.plan import Plan
-from distca.v1 import plan_pb2
+from distca.v1 import jobs_pb2
 
-
-@dataclass(frozen=True, eq=False)
-class HandedInStep:
-    """A manifest that the control plane may ask for again."""
-
-    manifest: plan_pb2.RankManifest
-    forward_only: bool
+HandedInStep = jobs_pb2.SubmitManifestRequest
+"""A manifest that the control plane may ask for again; without job and lease."""
 
 
 @dataclass(frozen=True, eq=False)

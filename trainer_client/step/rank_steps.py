@@ -143,7 +143,9 @@ class RankSteps:
     def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
         """Hands in a coming step's manifest; a refusal is raised by :meth:`begin`."""
         self._link.check()
-        handed_in = HandedInStep(rank_manifest_to_proto(manifest), forward_only)
+        handed_in = HandedInStep(
+            manifest=rank_manifest_to_proto(manifest), forward_only=forward_only
+        )
         with self.lock:
             self._machine.hand_in(manifest.step, handed_in)
         self._link.submit(manifest.step, handed_in)
@@ -227,7 +229,8 @@ class RankSteps:
             raise CoreAttentionFailed(
                 f"step {running.step} is over; run backward inside the step's block"
             )
-        kept, kept_carried = (Unwritten(tick, tensors) for tensors in (inputs, carried))
+        kept = Unwritten(tick, inputs)
+        kept_carried = Unwritten(tick, carried) if carried else None
         written = record_event(self._device)
         sent = SentTick(tick, kept, kept_carried, copies_keys, outputs, written)
         running.sent[tick] = sent

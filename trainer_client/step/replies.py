@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -61,45 +61,6 @@ def _transport_failed(server_id: str, error: TransportError | str) -> ExchangeFa
     late = isinstance(error, TransferTimeout)
     cause = LossCause.DEADLINE if late else LossCause.TRANSPORT_ERROR
     return ExchangeFailed(server_id, cause, error)
-
-
-class Awaited(Protocol):
-    """A reply that is to come."""
-
-    exchange: ServerExchange
-
-    @property
-    def began_at(self) -> float:
-        """``time.monotonic()`` when its request's rows could first move, once it has arrived; 0.0
-        if they did not travel."""
-
-    @property
-    def ended_at(self) -> float:
-        """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
-
-    def arrived(self) -> bool:
-        """Return whether it is here.
-
-        Raises:
-            ExchangeFailed: it will not come.
-        """
-
-    def examine(self) -> None:
-        """Looks at what has arrived, before it is taken in.
-
-        Raises:
-            ExchangeFailed: it is wrong, by the server's or the network's fault.
-        """
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Returns when it is here, when it will not come, or after ``timeout_seconds``."""
-
-    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
-        """Puts its rows where they belong: query rows of ``outputs`` are written, rows of the
-        float32 ``gradients`` of keys and values are added to. Only once it has arrived."""
-
-    def let_go(self) -> None:
-        """Frees its buffer; it will not be taken in. Idempotent."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,11 +189,14 @@ class _RemoteAwaited:
 
     @property
     def began_at(self) -> float:
+        """``time.monotonic()`` when its request's rows could first move, once it has arrived; 0.0
+        if they did not travel."""
         ended_at = self._request.ended_at
         return 0.0 if ended_at is None else ended_at - self._request.moving_seconds
 
     @property
     def ended_at(self) -> float:
+        """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
         return (self._transfer.ended_at if self._transfer else None) or 0.0
 
     def request_ended(self, request: Transfer) -> None:
@@ -268,6 +232,11 @@ class _RemoteAwaited:
         self._exchanger.await_end(self.exchange, transfer)
 
     def arrived(self) -> bool:
+        """Return whether it is here.
+
+        Raises:
+            ExchangeFailed: it will not come.
+        """
         if not self.exchange.reply.nbytes:
             return True
         if not self._posted.is_set():
@@ -288,6 +257,11 @@ class _RemoteAwaited:
         raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
+        """Looks at what has arrived, before it is taken in.
+
+        Raises:
+            ExchangeFailed: it is wrong, by the server's or the network's fault.
+        """
         if not self.exchange.reply.nbytes:
             return
         assert self._buffer is not None
@@ -297,6 +271,7 @@ class _RemoteAwaited:
             raise ExchangeFailed(self.exchange.server_id, LossCause.CORRUPT_RESULT, fault)
 
     def wait(self, timeout_seconds: float) -> None:
+        """Returns when it is here, when it will not come, or after ``timeout_seconds``."""
         if not self.exchange.reply.nbytes:
             return
         until = time.monotonic() + timeout_seconds
@@ -308,6 +283,8 @@ class _RemoteAwaited:
             return
 
     def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        """Puts its rows where they belong: query rows of ``outputs`` are written, rows of the
+        float32 ``gradients`` of keys and values are added to. Only once it has arrived."""
         if self.exchange.reply.nbytes:
             buffer, self._buffer = self._buffer, None
             assert buffer is not None
@@ -318,6 +295,7 @@ class _RemoteAwaited:
         self.let_go()
 
     def let_go(self) -> None:
+        """Frees its buffer; it will not be taken in. Idempotent."""
         with self._lock:
             self._is_wanted = False
             buffer, self._buffer = self._buffer, None
@@ -368,3 +346,7 @@ class _LocalAwaited:
 
     def let_go(self) -> None:
         self._partial = {}
+
+
+Awaited: TypeAlias = _RemoteAwaited | _LocalAwaited
+"""A reply that is to come."""

@@ -22,8 +22,7 @@ class SentTick:
         tick: which exchange.
         inputs: what is sent, by packed row; of a complete forward tick k and v only; None once
             nobody can ask for it again.
-        carried: k and v of the keys that are carried over from the nano-batch before; empty without
-            any.
+        carried: k and v of the keys that are carried over from the nano-batch before, if any are.
         copies_keys: of the complete tick copies of k and v are kept, since nothing else sees to it
             that nobody writes to them.
         outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
@@ -39,7 +38,7 @@ class SentTick:
 
     tick: Tick
     inputs: Unwritten | None
-    carried: Unwritten
+    carried: Unwritten | None
     copies_keys: bool
     outputs: Tensors
     written: torch.cuda.Event | None
@@ -54,17 +53,17 @@ class SentTick:
 
     def check(self) -> None:
         """Raise ChangedInPlace if the inputs were written to since the tick began."""
-        if self.inputs is not None:
-            self.inputs.get()
-            self.carried.get()
+        for held in (self.inputs, self.carried):
+            if held is not None:
+                held.get()
 
     def rows(self) -> Tensors:
         """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
         once nobody can ask for them again. On a GPU, for the current stream."""
-        held = self.inputs
+        held, over = self.inputs, self.carried
         if held is None:
             return {}
-        inputs, carried = held.get(), self.carried.get()
+        inputs, carried = held.get(), {} if over is None else over.get()
         # Read after the inputs, which another thread may be replacing.
         if self.written is not None:
             torch.cuda.current_stream(inputs["k"].device).wait_event(self.written)
@@ -86,7 +85,7 @@ class SentTick:
         """The tensors in which parts of dk and dv are summed up, float32."""
         assert self.inputs is not None
         k = self.inputs.get()["k"]
-        n_rows = len(k) + len(self.carried.get().get("k", ()))
+        n_rows = len(k) + (0 if self.carried is None else len(self.carried.get()["k"]))
         return {
             name: k.new_zeros((n_rows, shape.num_heads_kv, head_dim), dtype=torch.float32)
             for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v))
@@ -103,7 +102,7 @@ class SentTick:
 
     def forget_inputs(self) -> None:
         """Keeps none of them."""
-        self.inputs, self.carried, self._joined = None, Unwritten(self.tick, {}), {}
+        self.inputs, self.carried, self._joined = None, None, {}
 
     def let_go(self, epoch: int) -> int:
         """Lets go of the replies of an epoch. Returns how many of them were here."""
