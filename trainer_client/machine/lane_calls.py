@@ -81,10 +81,9 @@ class LaneCalls:
         """
         layer = self.forward_calls
         if layer == min(self.n_layers, self._end_of_stage):
-            time = _ordinal(layer + 1 - self._before_stage)
             raise SessionError(
-                f"{self._where} calls core attention a {time} time, but {self._said}, and run each "
-                "nano-batch once a step"
+                f"{self._where} calls core attention more than {layer - self._before_stage} times, "
+                f"but {self._said}, and run each nano-batch once a step"
             )
         needs_backward = needs_backward and not self._forward_only
         if any(self._needs_backward) and not needs_backward:
@@ -101,7 +100,7 @@ class LaneCalls:
         if self.forward_calls < self._end_of_stage:
             made = self.forward_calls - self._before_stage
             raise SessionError(
-                f"{self._where} called core attention {_times(made)}, but "
+                f"{self._where} called core attention {made} times, but "
                 f"{self._said}{_FEWER if made else _NONE}"
             )
 
@@ -113,22 +112,10 @@ class LaneCalls:
             raise SessionError(
                 f"{self._where}: backward came to layer {layer} while layer {self._next_backward} "
                 f"is next ({self.backward_calls} of {self.expected_backward_calls} made); the loss "
-                "must depend on every layer above the lowest trained one"
+                "must depend on every trained layer"
             )
         self._next_backward -= 1
 
 
-def _ordinal(number: int) -> str:
-    suffix = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{suffix}"
-
-
-def _times(number: int) -> str:
-    return "not once" if number == 0 else "once" if number == 1 else f"{number} times"
-
-
 _FEWER = " (SessionOptions.for_model counts them: of a hybrid only some layers compute attention)"
-_NONE = (
-    ", or load the model with attn_implementation='distca' (building another model from the same "
-    "config object changes it), or call trainer_client.core_attention"
-)
+_NONE = "; load the model with attn_implementation='distca', or call trainer_client.core_attention"
