@@ -98,6 +98,16 @@ def keep_profile(folder: Path, shape: AttentionShape, device: str = "cpu") -> No
     ).save(path)
 
 
+def on_this_host(profile_dir: Path) -> dict[str, Any]:
+    """Options of a session whose ranks and servers are all on this machine; nothing is probed."""
+    return {
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": profile_dir,
+        "probe_bytes": 0,
+    }
+
+
 class Cluster:
     """Starts processes in ``folder`` and ends them all."""
 

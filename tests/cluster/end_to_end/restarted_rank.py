@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from core_attention.manifest import RankManifest
-from tests.support.cluster import NODE_SHAPE
+from tests.support.cluster import NODE_SHAPE, on_this_host
 from trainer_client import PingPong, Session, SessionOptions, core_attention
 
 STEPS = 4
@@ -50,10 +50,7 @@ def main() -> None:
         shape=NODE_SHAPE,
         placement=chosen["placement"],
         planner="random",
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=folder,
-        probe_bytes=0,
+        **on_this_host(folder),
     )
     model = PingPong(Model())
     while chosen["begin"] and not Path(chosen["begin"]).exists():

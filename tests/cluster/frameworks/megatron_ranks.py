@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.cluster.frameworks.comparison import assert_same
 from tests.cluster.frameworks.cpu_devices import megatron_on_cpu
 from tests.cluster.frameworks.reference import packed_attention
-from tests.support.cluster import keep_profile
+from tests.support.cluster import keep_profile, on_this_host
 
 megatron_on_cpu()
 
@@ -415,10 +415,7 @@ def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSt
         job=job,
         ping_pong=case.ping_pong,
         cut_documents=case.cut_documents,
-        one_host=True,
-        data_host="127.0.0.1",
-        profile_dir=FOLDER,
-        probe_bytes=0,
+        **on_this_host(FOLDER),
         plan_timeout_seconds=60.0,
         tick_timeout_seconds=60.0,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -82,26 +81,22 @@ def layer(mask: AttnMaskType = AttnMaskType.causal, kind: str = "self", **change
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-            r"recompute_modules is \['core_attn'\].*\['layernorm', 'mlp'\]",
-        ),
-        ({"recompute_granularity": "full"}, "recompute_granularity is 'full'"),
-        ({"qk_clip": True}, "qk_clip is True.*set it to False"),
-        ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True"),
-        ({"context_parallel_size": 2}, "context_parallel_size is 2.*set it to 1"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local'.*'none'"),
-        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
-        ({"window_size": (8, 0)}, r"window_size is \(8, 0\) in layer 1"),
-        ({"attention_dropout": 0.1}, "attention_dropout of layer 1 is 0.1"),
-        ({"kind": "cross"}, "layer 1 has cross attention"),
-        ({"mask": AttnMaskType.no_mask}, "mask is AttnMaskType.no_mask"),
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "full"},
+        {"qk_clip": True},
+        {"hybrid_context_parallel": True},
+        {"context_parallel_size": 2},
+        {"cuda_graph_impl": "local"},
+        {"softmax_type": "learnable"},
+        {"window_size": (8, 0)},
+        {"attention_dropout": 0.1},
+        {"mask": AttnMaskType.no_mask},
     ],
 )
-def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedSetting, match=said):
+def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedSetting, match=[*changes][-1]):
         layer(**changes)
 
 
@@ -152,33 +147,23 @@ def test_core_attention_of_another_kind_stays_and_alone_is_refused(
         serve(sparse)
 
 
-def test_a_call_outside_of_a_step_says_what_is_missing() -> None:
-    q = torch.zeros(4, 2, 16)
-    with pytest.raises(SessionError):
-        layer()(q, q[:, :1], q[:, :1], None)
-
-
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error"),
     [
-        ({"qkv_format": "sbhd"}, UnsupportedSetting, "'sbhd'; it must be 'thd'"),
-        (
-            {"cu_seqlens_q_padded": torch.tensor([0, 4, 8])},
-            UnsupportedSetting,
-            "cu_seqlens_q_padded differ",
-        ),
-        ({"local_cp_size": 2}, UnsupportedSetting, "local_cp_size is 2"),
-        ({"cu_seqlens_q": torch.tensor([0, 4, 5])}, ValueError, "tell of lengths"),
+        ({"qkv_format": "sbhd"}, UnsupportedSetting),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 4, 8])}, UnsupportedSetting),
+        ({"local_cp_size": 2}, UnsupportedSetting),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 5])}, ValueError),
     ],
 )
 def test_documents_must_be_those_of_the_manifest(
-    changes: dict[str, Any], error: type[Exception], said: str
+    changes: dict[str, Any], error: type[Exception]
 ) -> None:
     bounds = torch.tensor([0, 3, 5])
     given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     documents = Documents("step 0", [(0, 0, 3), (3, 0, 2)])
     check_packed(PackedSeqParams(**given), documents)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error):
         check_packed(PackedSeqParams(**{**given, **changes}), documents)
 
 
@@ -223,7 +208,12 @@ def test_ranks_with_unequal_layers_are_refused(
         _check_equal(_check_layers([layer() for _ in range(layers)]))
 
 
-def test_microbatches_and_models_that_say_too_little_are_refused() -> None:
+def test_what_says_too_little_is_refused() -> None:
+    q = torch.zeros(4, 2, 16)
+    with pytest.raises(SessionError):
+        layer()(q, q[:, :1], q[:, :1], None)
+    with pytest.raises(UnsupportedSetting):
+        layer(kind="cross")
     with pytest.raises(ManifestError):
         _bounds(7, {"tokens": torch.zeros(4)})
     with pytest.raises(SessionError):
@@ -295,79 +285,45 @@ class Language(LanguageModule):
         raise AssertionError("it is refused before it is run")
 
 
+APART = {"experts": 4, "expert_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        ({"fp8": "hybrid"}, "fp8 is hybrid: its state is one for the whole process"),
-        ({"tp_comm_overlap": True}, "tp_comm_overlap is True: its buffers"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1: its losses"),
-        (
-            {"experts": 4, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": False},
-            "moe_aux_loss_coeff is 0.01 .*count twice.*calculate_per_token_loss to True",
-        ),
-        (
-            {
-                "experts": 4,
-                "moe_aux_loss_coeff": [0.01],
-                "moe_router_load_balancing_type": ["global_aux_loss"],
-            },
-            "moe_router_load_balancing_type has global_aux_loss",
-        ),
-        (
-            {
-                "experts": 4,
-                "expert_model_parallel_size": 2,
-                "moe_token_dispatcher_type": "allgather",
-            },
-            "expert_model_parallel_size is 2, .*moe_token_dispatcher_type 'allgather'.*'alltoall'",
-        ),
-        (
-            {
-                "experts": 4,
-                "expert_tensor_parallel_size": 2,
-                "moe_token_dispatcher_type": "allgather",
-            },
-            ".*parallel_size 2, and moe_token_dispatcher_type 'allgather'.*'alltoall'",
-        ),
-        (
-            {
-                "experts": 4,
-                "expert_model_parallel_size": 2,
-                "moe_token_dispatcher_type": "flex",
-                "moe_flex_dispatcher_backend": "hybridep",
-            },
-            ".*moe_flex_dispatcher_backend 'hybridep'.*'deepep'",
-        ),
-        (
-            {
-                "experts": 4,
-                "expert_model_parallel_size": 2,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_pad_expert_input_to_capacity": True,
-            },
-            "expert_model_parallel_size is 2, .*moe_pad_expert_input_to_capacity True",
-        ),
+        {"fp8": "hybrid"},
+        {"tp_comm_overlap": True},
+        {"mtp_num_layers": 1},
+        {"experts": 4, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": False},
+        {"moe_aux_loss_coeff": [0.01], "moe_router_load_balancing_type": ["global_aux_loss"]}
+        | {"experts": 4},
+        APART | {"moe_token_dispatcher_type": "allgather"},
+        {"experts": 4, "expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+        APART | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        APART | {"moe_token_dispatcher_type": "alltoall", "moe_pad_expert_input_to_capacity": True},
     ],
 )
 def test_halves_take_turns_where_they_can(
-    changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    *_, last = (name for name in changes if name != "experts")
     model = Language(**changes)
-    with pytest.raises(UnsupportedSetting):
+    with pytest.raises(UnsupportedSetting, match=last):
         _takes_turns([model], True, 1)
     assert not _takes_turns([model], False, 1)
     assert not caplog.records
     assert not _takes_turns([model], None, 1)
-    assert re.search(rf"without ping-pong, .*{said}", caplog.text)
+    assert last in caplog.text
     assert _takes_turns([Language()], None, 1)
     assert _takes_turns([Language(experts=4, moe_aux_loss_coeff=0.01)], True, 1)
 
 
-def test_more_microbatches_than_can_be_cut_do_not_take_turns() -> None:
+def test_other_models_and_more_microbatches_than_can_be_cut_do_not_take_turns() -> None:
     assert _takes_turns([Language()], None, 128)
-    assert not _takes_turns([Language()], None, 129)
-    with pytest.raises(UnsupportedSetting):
-        _takes_turns([Language()], True, 192)
+    for model, n_microbatches in ((Language(), 129), (torch.nn.Linear(1, 1), 1)):
+        assert not _takes_turns([model], None, n_microbatches)
+        with pytest.raises(UnsupportedSetting):
+            _takes_turns([model], True, n_microbatches)
 
 
 def test_experts_of_other_documents_are_awaited_in_both_halves() -> None:
@@ -433,7 +389,7 @@ def test_a_step_of_other_microbatches_is_told_after_those_before_it() -> None:
     steps = ServedSteps(plans, [Language()])
     microbatch = {"cu_seqlens": torch.tensor([0, 5, 12])}
     seen = []
-    with pytest.raises(ValueError, match=r"step 2 has 1 microbatches, .* n_microbatches=2; fill"):
+    with pytest.raises(ValueError, match="step 2 has 1 microbatches"):
         seen += [number for number, _ in steps.ahead([[microbatch] * n for n in (2, 2, 1)])]
     assert [manifest.n_nano_batches for manifest in plans.submitted] == [4, 4]
 
@@ -486,50 +442,25 @@ def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch)
     assert tracker._current_state_name == "default-rng"
 
 
-def test_a_model_of_another_kind_does_not_take_turns() -> None:
-    assert not _takes_turns([torch.nn.Linear(1, 1)], None, 1)
-    with pytest.raises(UnsupportedSetting):
-        _takes_turns([torch.nn.Linear(1, 1)], True, 1)
-
-
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error"),
     [
-        ({"input_ids": torch.zeros(1, 8)}, ValueError, r"input_ids .* \(1, 8\), .* 12 packed rows"),
-        (
-            {"input_ids": torch.zeros(1, 12), "packed_seq_params": None},
-            ValueError,
-            "1 rows .* 2 documents",
-        ),
-        (
-            {"input_ids": torch.zeros(1, 12), "images": torch.zeros(1, 12)},
-            UnsupportedSetting,
-            "called with images, which cannot be cut.*ping_pong=False",
-        ),
+        ({"input_ids": torch.zeros(1, 8)}, ValueError),
+        ({"input_ids": torch.zeros(1, 12), "packed_seq_params": None}, ValueError),
+        ({"input_ids": torch.zeros(1, 12), "images": torch.zeros(1, 12)}, UnsupportedSetting),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(
-    given: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(given: dict[str, Any], error: type[Exception]) -> None:
     model = Language()
     turns = HalvesInTurns(model, inside_documents=False)
-    bounds = torch.tensor([0, 5, 12])
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    microbatch = CutMicrobatch(
-        turns.cut(bounds.tolist(), inside_documents=False), first=0, is_last=True
-    )
-    with turns.running(microbatch), pytest.raises(error, match=said):
+    packed = packed_rows([5, 7])
+    microbatch = CutMicrobatch(turns.cut([0, 5, 12], inside_documents=False), first=0, is_last=True)
+    with turns.running(microbatch), pytest.raises(error):
         model.forward(**{"packed_seq_params": packed, **given})
-
-
-def test_a_document_without_packed_rows_is_not_cut() -> None:
-    model = Language()
+    # Nor is a document that does not lie in a packed row.
     turns = HalvesInTurns(model, inside_documents=True)
     microbatch = CutMicrobatch(turns.cut([0, 12], inside_documents=True), first=0, is_last=True)
-    with (
-        turns.running(microbatch),
-        pytest.raises(UnsupportedSetting),
-    ):
+    with turns.running(microbatch), pytest.raises(UnsupportedSetting):
         model.forward(torch.zeros(1, 12))
 
 
@@ -600,7 +531,7 @@ def test_models_in_which_more_than_attention_sees_neighbours_are_cut_at_document
     assert "multi-token prediction" in why(served, mtp_num_layers=1)
     assert "position embeddings are 'mrope'" in why(served, rotates="mrope")
     assert "MambaStack mixes tokens" in why(served, stack)
-    assert "Conv1d is a convolution" in why(served, torch.nn.Conv1d(1, 1, 1))
+    assert "is a convolution" in why(served, torch.nn.Conv1d(1, 1, 1))
     assert "embeddings are None" in "; ".join(why_documents_stay_whole([torch.nn.Linear(1, 1)]))
     # A version that reads every document from 0 on.
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from core_attention.ca_task import MaskKind
 from core_attention.manifest import RankManifest, Segment
 from tests.cluster.trainer_client.model_sweep import make_model
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves, within_nano_batches
 from tests.support.tiny_models import VOCABULARY
 from trainer_client import PingPong, Session, SessionOptions
@@ -104,10 +104,7 @@ def train_rank(run: FamilyRun, rank: int) -> list[Gradients]:
         rank=rank,
         n_ranks=N_RANKS,
         placement=run.placement,
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=run.profiles,
-        probe_bytes=0,
+        **on_this_host(run.profiles),
         tolerance=0.02,
     )
     keep_profile(run.profiles, options.shape, device)

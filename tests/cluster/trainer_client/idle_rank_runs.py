@@ -24,6 +24,7 @@ import trainer_client.models.transformers  # noqa: F401  # registers the impleme
 from core_attention.manifest import RankManifest
 from distca.apps.train.sharding import whole
 from tests.cluster.trainer_client.test_transformers import SIZES
+from tests.support.cluster import on_this_host
 from trainer_client import PingPong, Session, SessionOptions, prepare_fsdp
 
 DEEP = {**SIZES, "num_hidden_layers": 5}
@@ -140,10 +141,7 @@ def main(control_plane: str, folder: str) -> None:
             "rank": rank,
             "n_ranks": dist.get_world_size(),
             "placement": "mixed",
-            "data_host": "127.0.0.1",
-            "one_host": True,
-            "probe_bytes": 0,
-            "profile_dir": Path(folder),
+            **on_this_host(Path(folder)),
         }
         train(make, over_ranks, rank, settings)
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from tests.cluster.trainer_client.test_transformers import (
     make_batches,
     make_model,
 )
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, on_this_host
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.models.document_check import check_documents
 from trainer_client.models.whole_rows import turns_inside
@@ -73,10 +73,7 @@ def options_of(model: nn.Module, cluster: Cluster, job: str) -> SessionOptions:
         rank=0,
         n_ranks=1,
         placement=Placement.IN_PLACE,
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=cluster.folder,
-        probe_bytes=0,
+        **on_this_host(cluster.folder),
     )
 
 

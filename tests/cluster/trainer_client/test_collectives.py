@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distca.apps.train.sharding import shard_model
 from tests.support.forkserver import run_forked
+from tests.support.process_groups import process_group
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.hooks.collectives import HostMeetings
 
@@ -89,19 +90,8 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
 }
 
 
-@contextmanager
-def process_group(rank: int, folder: str, n_ranks: int) -> Iterator[None]:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n_ranks
-    )
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def run_rank(rank: int, folder: str, body: Callable[..., None], *args: Any) -> None:
-    with process_group(rank, folder, RANKS):
+    with process_group(folder, rank, RANKS):
         body(rank, *args)
 
 
@@ -231,7 +221,7 @@ GROUPS = ((0, 2, 3), (1, 4))
 
 def groups_do_not_wait_for_each_other(rank: int, folder: str) -> None:
     """Replicas of one stage, while those of the other wait for what it sends."""
-    with process_group(rank, folder, sum(map(len, GROUPS))):
+    with process_group(folder, rank, sum(map(len, GROUPS))):
         groups = [dist.new_group(list(ranks)) for ranks in GROUPS]
         mine = 0 if rank in GROUPS[0] else 1
         ranks = GROUPS[mine]

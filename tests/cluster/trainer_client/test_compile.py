@@ -16,7 +16,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from trainer_client import PingPong, Placement, Session, SessionOptions, checkpoint, core_attention
 from trainer_client.models.transformers import IMPLEMENTATION
 
@@ -62,10 +62,7 @@ def options(cluster: Cluster, job: str, shape: AttentionShape) -> SessionOptions
         n_layers=N_LAYERS,
         shape=shape,
         placement=Placement.MIXED,
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=cluster.folder,
-        probe_bytes=0,
+        **on_this_host(cluster.folder),
     )
 
 

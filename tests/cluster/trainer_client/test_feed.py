@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import RankManifest
-from tests.support.cluster import NODE_SHAPE, Cluster
+from tests.support.cluster import NODE_SHAPE, Cluster, on_this_host
 from trainer_client import PingPong, Session, SessionOptions, core_attention, submit_ahead
 
 
@@ -234,10 +234,7 @@ def options_of(cluster: Cluster, job: str) -> SessionOptions:
         n_ranks=1,
         n_layers=1,
         shape=NODE_SHAPE,
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=cluster.folder,
-        probe_bytes=0,
+        **on_this_host(cluster.folder),
     )
 
 

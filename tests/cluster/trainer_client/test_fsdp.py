@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
+from tests.support.process_groups import process_group
 from trainer_client import (
     PingPong,
     Session,
@@ -360,29 +361,21 @@ SESSIONS: tuple[tuple[AttentionShape, int, tuple[Callable[[Session, int], None],
 
 
 def run_rank(rank: int, folder: str, address: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    for shape, n_nano_batches, bodies in SESSIONS:
-        options = SessionOptions(
-            control_plane=address,
-            job=f"fsdp-{shape.dtype}-{n_nano_batches}",
-            rank=rank,
-            n_ranks=RANKS,
-            n_layers=N_LAYERS,
-            n_nano_batches=n_nano_batches,
-            shape=shape,
-            data_host="127.0.0.1",
-            one_host=True,
-            profile_dir=Path(folder),
-            probe_bytes=0,
-        )
-        with Session.open(options) as session:
-            for body in bodies:
-                body(session, rank)
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(folder, rank, RANKS):
+        for shape, n_nano_batches, bodies in SESSIONS:
+            options = SessionOptions(
+                control_plane=address,
+                job=f"fsdp-{shape.dtype}-{n_nano_batches}",
+                rank=rank,
+                n_ranks=RANKS,
+                n_layers=N_LAYERS,
+                n_nano_batches=n_nano_batches,
+                shape=shape,
+                **on_this_host(Path(folder)),
+            )
+            with Session.open(options) as session:
+                for body in bodies:
+                    body(session, rank)
 
 
 def test_sharded_models_take_turns(tmp_path: Path, pool_of_four: Cluster) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_attention.manifest import RankManifest
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two
 from trainer_client import (
     Pipeline,
@@ -124,10 +124,7 @@ def test_a_transformers_model_trains_as_a_stage(
         "pipelining": Pipelining(
             schedule=schedule_of(schedule), pipeline_ranks=[0], layers=[2], **seconds._asdict()
         ),
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "profile_dir": tmp_path,
-        "probe_bytes": 0,
+        **on_this_host(tmp_path),
     }
     chosen = SessionOptions.for_model(model, **options)
     keep_profile(tmp_path, chosen.shape)
@@ -188,10 +185,7 @@ def test_documents_lie_in_both_rows_of_a_microbatch(
         "rank": 0,
         "n_ranks": 1,
         "n_nano_batches": MICROBATCHES * ROWS,
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "profile_dir": tmp_path,
-        "probe_bytes": 0,
+        **on_this_host(tmp_path),
     }
     chosen = SessionOptions.for_model(model, **options)
     assert chosen.n_layers == (1 if model_fields else 2)

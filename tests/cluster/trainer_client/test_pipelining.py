@@ -37,9 +37,10 @@ from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two, in_halves
 from tests.support.forkserver import run_forked
+from tests.support.process_groups import process_group
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -538,10 +539,7 @@ def run_case(
         placement=case.placement,
         # Servers that die must have work.
         planner="random" if case.kills and not case.is_planned else "balanced",
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=Path(folder),
-        probe_bytes=0,
+        **on_this_host(Path(folder)),
     )
     if case.replicated == "fsdp":
         for part in parts:
@@ -596,17 +594,12 @@ def check(
 def run_rank(
     rank: int, folder: str, address: str, cases: Sequence[Case], victims: Sequence[int] = ()
 ) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
-    everybody = [dist.new_group(list(range(RANKS)))]
-    for case in cases:
-        groups = everybody if case.n_replicas == 1 else pairs
-        run_case(case, rank, folder, address, groups, victims)
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(folder, rank, RANKS):
+        pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
+        everybody = [dist.new_group(list(range(RANKS)))]
+        for case in cases:
+            groups = everybody if case.n_replicas == 1 else pairs
+            run_case(case, rank, folder, address, groups, victims)
 
 
 @pytest.mark.timeout(240)

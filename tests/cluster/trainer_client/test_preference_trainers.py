@@ -24,7 +24,7 @@ from trl import (
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.cluster.trainer_client.trainer_runs import CONFIG, SETTINGS, FirstGradients, tokenizer
-from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile
+from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
 from trainer_client import at_home
 from trainer_client.loops.trainer import UnsupportedTrainer, serve_trainer
 
@@ -140,10 +140,7 @@ def options(cluster: Cluster, job: str) -> dict[str, Any]:
         "control_plane": cluster.address,
         "job": job,
         "placement": "pool",
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "probe_bytes": 0,
-        "profile_dir": cluster.folder,
+        **on_this_host(cluster.folder),
     }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_client.models.transformers
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
+from tests.support.process_groups import process_group
 from trainer_client import (
     AttentionShape,
     PingPong,
@@ -105,10 +105,7 @@ def test_a_hybrid_trains_with_what_was_found(pool_of_four: Cluster) -> None:
     options = SessionOptions.for_model(
         model,
         **{**JOB, "control_plane": pool_of_four.address, "job": "hybrid"},
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=pool_of_four.folder,
-        probe_bytes=0,
+        **on_this_host(pool_of_four.folder),
     )
     batches = [
         {"input_ids": positions % 64, "position_ids": positions, "labels": positions % 64}
@@ -210,9 +207,8 @@ class Adapter(nn.Module):
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group(tmp_path):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

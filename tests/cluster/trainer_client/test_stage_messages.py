@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forkserver import run_forked
+from tests.support.process_groups import process_group
 from trainer_client import SessionError
 from trainer_client.pipelines.stage_messages import StageMessages
 from trainer_client.step.lane import current_step
@@ -78,23 +79,18 @@ def run(stage: Any, kind: str, microbatch: int) -> None:
 
 def in_rank(rank: int, folder: str) -> None:
     """All cases, since starting costs more than they do."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    for case in (
-        any_order,
-        sends_end,
-        two_stages_a_rank,
-        outside_of_steps,
-        never_sent,
-        given_up,
-        of_another_step,
-        given_up_late,
-    ):
-        case(rank)
-        dist.barrier()
-    dist.destroy_process_group()
+    with process_group(folder, rank, 2):
+        for case in (
+            any_order,
+            sends_end,
+            two_stages_a_rank,
+            outside_of_steps,
+            never_sent,
+            given_up,
+            of_another_step,
+            given_up_late,
+        ):
+            case(rank)
 
 
 def of_two(rank: int, timeout_seconds: float = 30.0) -> tuple[Any, StageMessages]:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ import trainer_client.models.transformers
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
+from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (
     PingPong,
@@ -241,10 +243,7 @@ def job(address: str, folder: str, name: str) -> dict[str, Any]:
         "rank": dist.get_rank(),
         "n_ranks": dist.get_world_size(),
         "planner": "random",
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "profile_dir": Path(folder),
-        "probe_bytes": 0,
+        **on_this_host(Path(folder)),
         "plan_timeout_seconds": 20.0,
         "tick_timeout_seconds": 20.0,
     }
@@ -298,25 +297,19 @@ def compare_gradients(model: nn.Module, expected: Gradients, factor: int, where:
 
 
 def run_ranks(rank: int, folder: str, address: str) -> None:
-    join(rank, RANKS, folder)
-    mesh = init_device_mesh("cpu", (REPLICAS, TP), mesh_dim_names=("dp", "tp"))
-    for case in CASES:
-        run_case(case, folder, address, mesh)
-    leave()
+    with joined(rank, RANKS, folder) as mesh:
+        for case in CASES:
+            run_case(case, folder, address, mesh)
 
 
-def join(rank: int, n_ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def joined(rank: int, n_ranks: int, folder: str, n_shares: int = TP) -> Iterator[DeviceMesh]:
+    """The mesh of a rank of torch.distributed."""
     # transformers asks torchrun's environment.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n_ranks
-    )
-
-
-def leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(folder, rank, n_ranks):
+        sizes = (n_ranks // n_shares, n_shares)
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 
 
 def save_model(path: Path, **changes: Any) -> None:
@@ -334,18 +327,16 @@ def test_tensor_parallel_replicas_train_as_one_process_does(
 
 
 def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
-    join(rank, RANKS, folder)
-    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
-    path = f"{folder}/model"
-    for sharded in (False, True):
-        name = "shares-of-rows" + "-sharded" * sharded
-        model = by_sequence_parallelism(path, mesh)
-        options = SessionOptions.for_model(model, **job(address, folder, name))
-        assert options.shape == ONE_HEAD
-        if sharded:
-            shard_layers(model, mesh)
-        train_with_shares_of_rows(model, options, path)
-    leave()
+    with joined(rank, RANKS, folder, n_shares=RANKS) as mesh:
+        path = f"{folder}/model"
+        for sharded in (False, True):
+            name = "shares-of-rows" + "-sharded" * sharded
+            model = by_sequence_parallelism(path, mesh)
+            options = SessionOptions.for_model(model, **job(address, folder, name))
+            assert options.shape == ONE_HEAD
+            if sharded:
+                shard_layers(model, mesh)
+            train_with_shares_of_rows(model, options, path)
 
 
 def shard_layers(model: Any, mesh: DeviceMesh) -> None:
@@ -385,10 +376,7 @@ def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: C
 @pytest.mark.parametrize("norms", [{}, {"1": SequenceParallel()}], ids=["some", "all weights"])
 def test_shares_are_told_from_those_of_fully_shard(tmp_path: Path, norms: dict[str, Any]) -> None:
     """Also where tensor parallelism spreads every weight, so that all are on one mesh."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
+    with process_group(tmp_path):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), **norms})
@@ -399,8 +387,6 @@ def test_shares_are_told_from_those_of_fully_shard(tmp_path: Path, norms: dict[s
             model = nn.Sequential(nn.Linear(8, 8))
             fully_shard(model, mesh=of_replicas)
             assert mesh_of(model) is None
-    finally:
-        leave()
 
 
 LATE_SECONDS = 0.5
@@ -417,36 +403,34 @@ Executor.arrive = late
 
 
 def run_ranks_with_late_replies(rank: int, folder: str, address: str) -> None:
-    join(rank, TP, folder)
-    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
-    model = by_parallelize_module(f"{folder}/model", mesh)
-    options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "late"))
-    ran: list[tuple[str, int]] = []
-    for layer in model.model.layers:
-        # Each gathers what its ranks have, forward and backward.
-        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            module.register_forward_hook(
-                lambda _, __, output: ran.append(("forward", output.shape[1]))
-            )
-            module.register_full_backward_hook(
-                lambda _, __, gradients: ran.append(("backward", gradients[0].shape[1]))
-            )
-    batches = [
-        batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([7, 4], [5])
-    ]
-    with Session.open(options) as session:
-        for step, nano_batches in submit_ahead(session, [batches]):
-            with session.step(step) as running:
-                torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
-    assert running.report is not None
-    assert len(ran) == 2 * 2 * 2 * 2, "modules, nano-batches, layers, phases"
-    assert len(set(ran)) == 4
-    everyone: list[Any] = [None] * TP
-    dist.all_gather_object(everyone, (running.report.wait_seconds, ran))
-    # Late replies did hold up the ranks, in more than one turn.
-    assert max(waited for waited, _ in everyone) > 1.5 * LATE_SECONDS
-    assert everyone[0][1] == everyone[1][1]
-    leave()
+    with joined(rank, TP, folder) as mesh:
+        model = by_parallelize_module(f"{folder}/model", mesh)
+        options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "late"))
+        ran: list[tuple[str, int]] = []
+        for layer in model.model.layers:
+            # Each gathers what its ranks have, forward and backward.
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                module.register_forward_hook(
+                    lambda _, __, output: ran.append(("forward", output.shape[1]))
+                )
+                module.register_full_backward_hook(
+                    lambda _, __, gradients: ran.append(("backward", gradients[0].shape[1]))
+                )
+        batches = [
+            batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([7, 4], [5])
+        ]
+        with Session.open(options) as session:
+            for step, nano_batches in submit_ahead(session, [batches]):
+                with session.step(step) as running:
+                    torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
+        assert running.report is not None
+        assert len(ran) == 2 * 2 * 2 * 2, "modules, nano-batches, layers, phases"
+        assert len(set(ran)) == 4
+        everyone: list[Any] = [None] * TP
+        dist.all_gather_object(everyone, (running.report.wait_seconds, ran))
+        # Late replies did hold up the ranks, in more than one turn.
+        assert max(waited for waited, _ in everyone) > 1.5 * LATE_SECONDS
+        assert everyone[0][1] == everyone[1][1]
 
 
 def test_turns_do_not_depend_on_whose_replies_come_first(tmp_path: Path) -> None:
@@ -459,33 +443,33 @@ def test_turns_do_not_depend_on_whose_replies_come_first(tmp_path: Path) -> None
 
 
 def run_ranks_that_are_wrong(rank: int, folder: str, address: str) -> None:
-    join(rank, TP, folder)
-    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
-    of_job = job(address, folder, "wrong")
-    for uneven in ("one-key-head", "three-heads"):
+    with joined(rank, TP, folder) as mesh:
+        of_job = job(address, folder, "wrong")
+        for uneven in ("one-key-head", "three-heads"):
+            with pytest.raises(SessionError):
+                SessionOptions.for_model(
+                    by_parallelize_module(f"{folder}/{uneven}", mesh), **of_job
+                )
+        model = by_parallelize_module(f"{folder}/model", mesh)
         with pytest.raises(SessionError):
-            SessionOptions.for_model(by_parallelize_module(f"{folder}/{uneven}", mesh), **of_job)
-    model = by_parallelize_module(f"{folder}/model", mesh)
-    with pytest.raises(SessionError):
-        SessionOptions.for_model(model, **{**of_job, "rank": 0})
-    with pytest.raises(SessionError):
-        SessionOptions.for_model(model, n_nano_batches=rank + 1, **of_job)
-    options = SessionOptions.for_model(model, **of_job)
-    with Session.open(options) as session:
-        for step, lengths in enumerate(([3 + rank, 4], [7, 4])):
-            session.submit(RankManifest.from_lengths(step, rank, [lengths, [2]]))
-        told = (
-            r"ranks 0 and 1 are of one tensor-parallel group, \[0, 1\], and hold different "
-            r"documents: rank 0 segments of lengths \[3, 4, 2\], rank 1 .*\[4, 4, 2\]"
-        )
-        with pytest.raises(PlanNotReady, match=told), session.step(0):
-            raise AssertionError("a step was planned")
-        # The job goes on.
-        batches = [batch_of([ids_of(1, n) for n in nano], [0] * len(nano), nano)
-                   for nano in ([7, 4], [2])]  # fmt: skip
-        with session.step(1):
-            torch.stack(PingPong(Losses(model))(batches)).sum().backward()
-    leave()
+            SessionOptions.for_model(model, **{**of_job, "rank": 0})
+        with pytest.raises(SessionError):
+            SessionOptions.for_model(model, n_nano_batches=rank + 1, **of_job)
+        options = SessionOptions.for_model(model, **of_job)
+        with Session.open(options) as session:
+            for step, lengths in enumerate(([3 + rank, 4], [7, 4])):
+                session.submit(RankManifest.from_lengths(step, rank, [lengths, [2]]))
+            told = (
+                r"ranks 0 and 1 are of one tensor-parallel group, \[0, 1\], and hold different "
+                r"documents: rank 0 segments of lengths \[3, 4, 2\], rank 1 .*\[4, 4, 2\]"
+            )
+            with pytest.raises(PlanNotReady, match=told), session.step(0):
+                raise AssertionError("a step was planned")
+            # The job goes on.
+            batches = [batch_of([ids_of(1, n) for n in nano], [0] * len(nano), nano)
+                       for nano in ([7, 4], [2])]  # fmt: skip
+            with session.step(1):
+                torch.stack(PingPong(Losses(model))(batches)).sum().backward()
 
 
 def test_ranks_that_do_not_fit_are_told_by_name(tmp_path: Path, pool_of_four: Cluster) -> None:
@@ -499,9 +483,8 @@ def test_ranks_that_do_not_fit_are_told_by_name(tmp_path: Path, pool_of_four: Cl
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
+    with process_group(tmp_path):
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 
 
 def test_heads_that_are_spread_over_ranks_are_refused(alone: DeviceMesh) -> None:
@@ -520,36 +503,35 @@ def test_a_group_has_each_of_its_ranks_once() -> None:
 
 def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: int) -> None:
     """It dies in the forward pass of the first step, when rows are on their way to it."""
-    join(rank, TP, folder)
-    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
-    model = by_parallelize_module(f"{folder}/model", mesh)
-    options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "dying"))
-    batches = [
-        batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([17, 4, 1], [9])
-    ]
-    alive = [victim]
+    with joined(rank, TP, folder) as mesh:
+        model = by_parallelize_module(f"{folder}/model", mesh)
+        options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "dying"))
+        batches = [
+            batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano)
+            for nano in ([17, 4, 1], [9])
+        ]
+        alive = [victim]
 
-    def kill(*_: Any) -> None:
-        while alive:
-            os.kill(alive.pop(), signal.SIGKILL)
+        def kill(*_: Any) -> None:
+            while alive:
+                os.kill(alive.pop(), signal.SIGKILL)
 
-    if rank == 1:
-        model.model.layers[1].self_attn.register_forward_pre_hook(kill)
-    with Session.open(options) as session:
-        for step, nano_batches in submit_ahead(session, [batches, batches]):
-            model.zero_grad()
-            with session.step(step) as running:
-                loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
-                loss.backward()
-            recoveries: list[Any] = [None] * TP
-            dist.all_gather_object(recoveries, running.recoveries)
-            # One for both ranks: they are in one job.
-            assert recoveries[0] == recoveries[1] == (1 if step == 0 else 0)
-            whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
-            expected_loss, expected = reference_of(f"{folder}/model", whole)
-            assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
-            compare_gradients(model, expected, 1, f"step {step}")
-    leave()
+        if rank == 1:
+            model.model.layers[1].self_attn.register_forward_pre_hook(kill)
+        with Session.open(options) as session:
+            for step, nano_batches in submit_ahead(session, [batches, batches]):
+                model.zero_grad()
+                with session.step(step) as running:
+                    loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
+                    loss.backward()
+                recoveries: list[Any] = [None] * TP
+                dist.all_gather_object(recoveries, running.recoveries)
+                # One for both ranks: they are in one job.
+                assert recoveries[0] == recoveries[1] == (1 if step == 0 else 0)
+                whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
+                expected_loss, expected = reference_of(f"{folder}/model", whole)
+                assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
+                compare_gradients(model, expected, 1, f"step {step}")
 
 
 def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
@@ -562,26 +544,25 @@ def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
 
 
 def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
-    join(rank, TP, folder)
-    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
-    model = by_parallelize_module(f"{folder}/model", mesh)
-    options = SessionOptions.for_model(model, **job(address, folder, "lost"))
-    batches = [batch_of([ids_of(0, n)], [0], [n]) for n in (7, 5)]
-    if rank == 1:
-        model.model.layers[1].mlp.register_full_backward_hook(
-            lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        )
-    session = Session.open(options)
-    step, nano_batches = next(submit_ahead(session, [batches], ahead=0))
-    try:
-        with session.step(step):
-            torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
-    except SessionClosed as error:
-        Path(folder, "told").write_text(str(error))
-    finally:
-        session.close("the job ended")
-        # PyTorch would wait for the other rank.
-        os._exit(0)
+    with joined(rank, TP, folder) as mesh:
+        model = by_parallelize_module(f"{folder}/model", mesh)
+        options = SessionOptions.for_model(model, **job(address, folder, "lost"))
+        batches = [batch_of([ids_of(0, n)], [0], [n]) for n in (7, 5)]
+        if rank == 1:
+            model.model.layers[1].mlp.register_full_backward_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        session = Session.open(options)
+        step, nano_batches = next(submit_ahead(session, [batches], ahead=0))
+        try:
+            with session.step(step):
+                torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
+        except SessionClosed as error:
+            Path(folder, "told").write_text(str(error))
+        finally:
+            session.close("the job ended")
+            # PyTorch would wait for the other rank.
+            os._exit(0)
 
 
 def test_a_rank_that_is_lost_is_named_by_the_others(tmp_path: Path, pool_of_four: Cluster) -> None:

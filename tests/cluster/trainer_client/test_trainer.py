@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from core_attention.errors import ManifestError
 from tests import ROOT
 from tests.cluster.trainer_client.test_transformers import CONFIGS, make_model
-from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile
+from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
 from trainer_client.loops.trainer import UnsupportedTrainer, serve_trainer
 
 N_RANKS = 2
@@ -173,10 +173,7 @@ def options_of(cluster: Cluster, job: str) -> dict[str, Any]:
     return {
         "control_plane": cluster.address,
         "job": job,
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "probe_bytes": 0,
-        "profile_dir": cluster.folder,
+        **on_this_host(cluster.folder),
     }
 
 

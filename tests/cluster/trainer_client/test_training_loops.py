@@ -17,7 +17,6 @@ import accelerate
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +38,7 @@ from tests.cluster.trainer_client.test_transformers import (
     open_session,
 )
 from tests.support.cluster import Cluster
+from tests.support.process_groups import process_group
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.models.whole_rows import turns_inside
@@ -231,13 +231,8 @@ def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
 
 @pytest.fixture
 def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
+    with process_group(tmp_path):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def by_fsdp1(layers: nn.ModuleList) -> None:

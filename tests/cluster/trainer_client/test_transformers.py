@@ -17,7 +17,7 @@ from torch import nn
 from core_attention.host_copies import HostCopy
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.models import documents
@@ -35,10 +35,7 @@ def open_session(
     keep_profile(cluster.folder, shape, options.get("device", "cpu"))
     settings: dict[str, Any] = {
         "placement": Placement.MIXED,
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "profile_dir": cluster.folder,
-        "probe_bytes": 0,
+        **on_this_host(cluster.folder),
         "n_layers": 2,
         **options,
     }

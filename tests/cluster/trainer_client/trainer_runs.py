@@ -24,6 +24,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from tests.support.cluster import on_this_host
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client.loops.trainer import serve_trainer
 
@@ -174,10 +175,7 @@ def main(control_plane: str, folder: str) -> None:
                 "control_plane": control_plane,
                 "job": f"{name}-{placement}",
                 "placement": placement,
-                "data_host": "127.0.0.1",
-                "one_host": True,
-                "probe_bytes": 0,
-                "profile_dir": Path(folder),
+                **on_this_host(Path(folder)),
             }
             out = f"{folder}/{name}-{placement}"
             seen[name][placement] = run(make, settings, "distca", out, served)

@@ -19,7 +19,7 @@ from core_attention.tick import step_of_tag
 from tests.cluster.trainer_client.rank_process import run_ranks
 from tests.service.trainer_client.test_cut_documents import rank_manifests
 from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
-from tests.support.cluster import Cluster, keep_profile
+from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Team, compare
 from trainer_client import Session, SessionError, core_attention, in_nano_batch
@@ -275,10 +275,7 @@ def test_ranks_in_processes_of_their_own_match_the_reference(
         "job": f"processes-{device}",
         "n_layers": 1,
         "shape": shape,
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "profile_dir": pool_of_four.folder,
-        "probe_bytes": 0,
+        **on_this_host(pool_of_four.folder),
     }
     found = run_ranks(tmp_path, options, layers, steps, devices, timeout_seconds=300.0)
     for manifests, rows in zip(steps, found, strict=True):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.process_groups import process_group
 from trainer_client import SessionError, defer_weights
 from trainer_client.pipelines.deferred_weights import DeferredWeights
 
@@ -183,9 +183,8 @@ def test_without_gradients_it_is_the_same_layer(
 
 @pytest.fixture
 def alone(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group(tmp_path):
+        yield
 
 
 def test_replicas_by_ddp_are_refused(alone: None) -> None:

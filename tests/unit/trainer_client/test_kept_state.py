@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.process_groups import process_group
 from trainer_client.hooks.kept_state import state_kept, untouched
 
 
@@ -151,8 +151,7 @@ def test_a_module_builds_itself_once(made: str) -> None:
 
 def test_replicas_with_static_graphs_go_on(tmp_path: Path) -> None:
     """Their attributes follow what the reducer has counted."""
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with process_group(tmp_path):
         model = DistributedDataParallel(nn.Linear(3, 3), static_graph=True)
         with state_kept(model):
             model(torch.ones(2, 3)).sum().backward()
@@ -160,5 +159,3 @@ def test_replicas_with_static_graphs_go_on(tmp_path: Path) -> None:
             model.zero_grad()
             model(torch.ones(2, 3)).sum().backward()
         assert model.module.bias.grad.tolist() == [2.0, 2.0, 2.0]
-    finally:
-        dist.destroy_process_group()
