@@ -99,171 +99,82 @@ class Case:
 ONE_DOCUMENT = 10**9
 """A median that makes every row of a batch a document."""
 
+FULL: dict[str, Any] = {"checkpointing": FullAC}
+SELECTIVE: dict[str, Any] = {"checkpointing": SelectiveAC}
+WHOLE: dict[str, Any] = {"cut_documents": False, "cuts": False}
+unvalidated = partial(Case, validated=False)
+one_document = partial(unvalidated, median=ONE_DOCUMENT)
+pipeline = partial(unvalidated, pp=2, rows=4)
+windowed = partial(Case, model=gpt_oss, seq_len=384, median=100)
+"""Its window is 128 tokens; documents are shorter and longer."""
+two_tokens = partial(
+    unvalidated, model=partial(deepseek_v3, num_mtp_layers=1), loss=MTPLoss, cuts=False
+)
+"""One dense layer, one with experts, and one that predicts a second token: at a cut inside a
+document it would lack that token. torchtitan's validator gives its loss no positions."""
+
 MODELS = (
     # A document begins in the middle of two rows.
-    Case("llama3-full-ac", rows=2, cuts=False, checkpointing=FullAC),
-    Case("qwen3-selective-ac", model=qwen3, accumulate=2, checkpointing=SelectiveAC),
+    Case("llama3-full-ac", rows=2, cuts=False, **FULL),
+    Case("qwen3-selective-ac", model=qwen3, accumulate=2, **SELECTIVE),
     Case("llama3-one-lane", ping_pong=False, cuts=False),
     Case("llama3-tp", tp=2),
-    # Its window is 128 tokens; documents are shorter and longer.
-    Case("gpt-oss-full-ac", model=gpt_oss, seq_len=384, median=100, checkpointing=FullAC),
-    Case("gpt-oss-tp", model=gpt_oss, seq_len=384, median=100, tp=2, ping_pong=False, cuts=False),
-    # One dense layer, one with experts, and one that predicts a second token: at a cut inside a
-    # document it would lack that token.
-    # torchtitan's validator gives its loss no positions.
-    Case(
-        "deepseek-v3",
-        model=partial(deepseek_v3, num_mtp_layers=1),
-        loss=MTPLoss,
-        cuts=False,
-        validated=False,
-    ),
+    windowed("gpt-oss-full-ac", **FULL),
+    windowed("gpt-oss-tp", tp=2, ping_pong=False, cuts=False),
+    two_tokens("deepseek-v3"),
 )
 
 HALVES = (
     # Of 49 and 48 rows.
-    Case("one-document-full-ac", seq_len=97, median=ONE_DOCUMENT, checkpointing=FullAC),
-    Case(
-        "one-document-pool",
-        median=ONE_DOCUMENT,
-        accumulate=2,
-        checkpointing=SelectiveAC,
-        placement="pool",
-        validated=False,
-    ),
-    Case("mixed-accumulate", rows=3, seq_len=43, accumulate=3, placement="mixed", validated=False),
+    one_document("one-document-full-ac", seq_len=97, validated=True, **FULL),
+    one_document("one-document-pool", accumulate=2, placement="pool", **SELECTIVE),
+    unvalidated("mixed-accumulate", rows=3, seq_len=43, accumulate=3, placement="mixed"),
     # Of three rows and two.
-    Case("of-three-rows-and-two", seq_len=5, median=ONE_DOCUMENT, validated=False),
-    Case("many-tiny", median=1, accumulate=2, validated=False),
+    one_document("of-three-rows-and-two", seq_len=5),
+    unvalidated("many-tiny", median=1, accumulate=2),
     # Of 50 and 48 rows: two ranks share them.
-    Case("one-document-tp", seq_len=98, median=ONE_DOCUMENT, tp=2, checkpointing=FullAC),
-    Case("cut-at-documents", accumulate=2, cut_documents=False, cuts=False, validated=False),
+    one_document("one-document-tp", seq_len=98, tp=2, validated=True, **FULL),
+    unvalidated("cut-at-documents", accumulate=2, **WHOLE),
 )
 
 HALVES_OF_MODELS = (
     # Windows of 128 tokens reach over the cut, and in the second case over all that is before it.
-    Case(
-        "gpt-oss-one-document",
-        model=gpt_oss,
-        seq_len=300,
-        median=ONE_DOCUMENT,
-        accumulate=2,
-        checkpointing=SelectiveAC,
-        validated=False,
-    ),
-    Case(
-        "gpt-oss-short-tp",
-        model=gpt_oss,
-        seq_len=98,
-        median=ONE_DOCUMENT,
-        tp=2,
-        checkpointing=FullAC,
-        validated=False,
-    ),
-    Case(
-        "deepseek-v3-one-document",
-        model=deepseek_v3,
-        seq_len=97,
-        median=ONE_DOCUMENT,
-        checkpointing=FullAC,
-        validated=False,
-    ),
+    one_document("gpt-oss-long", model=gpt_oss, seq_len=300, accumulate=2, **SELECTIVE),
+    one_document("gpt-oss-short-tp", model=gpt_oss, seq_len=98, tp=2, **FULL),
+    one_document("deepseek-v3-one-document", model=deepseek_v3, seq_len=97, **FULL),
     # A half of padding.
-    Case(
-        "multi-token-prediction-one-document",
-        model=partial(deepseek_v3, num_mtp_layers=1),
-        loss=MTPLoss,
-        median=ONE_DOCUMENT,
-        cuts=False,
-        validated=False,
-    ),
+    two_tokens("multi-token-prediction-one-document", median=ONE_DOCUMENT),
 )
 
 PIPELINES = (
-    Case("llama3-pp", rows=4, pp=2),
-    Case(
-        "llama3-pp-zero-bubble",
-        rows=4,
-        pp=2,
-        order="zero-bubble",
-        checkpointing=FullAC,
-        validated=False,
-    ),
-    Case("llama3-pp-split", rows=5, pp=2, order="1f1b-split", validated=False),
-    Case(
-        "llama3-pp-interleaved",
-        layers=4,
-        rows=4,
-        pp=2,
-        order="interleaved",
-        checkpointing=FullAC,
-        validated=False,
-    ),
-    Case("llama3-pp-one-lane", rows=4, pp=2, cuts=False, ping_pong=False, validated=False),
+    pipeline("llama3-pp", validated=True),
+    pipeline("llama3-pp-zero-bubble", order="zero-bubble", **FULL),
+    pipeline("llama3-pp-split", rows=5, order="1f1b-split"),
+    pipeline("llama3-pp-interleaved", layers=4, order="interleaved", **FULL),
+    pipeline("llama3-pp-one-lane", cuts=False, ping_pong=False),
     # Of 49 and 48 rows.
-    Case(
+    pipeline(
         "llama3-pp-one-document",
         seq_len=97,
-        rows=4,
-        pp=2,
         median=ONE_DOCUMENT,
         order="1f1b-split",
-        checkpointing=FullAC,
+        validated=True,
+        **FULL,
     ),
-    Case("llama3-pp-cut-at-documents", rows=4, pp=2, cut_documents=False, cuts=False),
+    pipeline("llama3-pp-cut-at-documents", validated=True, **WHOLE),
     # The second half of each microbatch is padding alone.
-    Case(
-        "llama3-pp-whole-document",
-        rows=4,
-        pp=2,
-        median=ONE_DOCUMENT,
-        cut_documents=False,
-        cuts=False,
-        order="1f1b-split",
-        checkpointing=FullAC,
-        validated=False,
-    ),
+    pipeline("llama3-pp-whole", median=ONE_DOCUMENT, order="1f1b-split", **WHOLE, **FULL),
     # What the last stage cannot, the first one does not.
-    Case("llama3-pp-convolution", rows=4, pp=2, cuts=False, validated=False, mixes=True),
+    pipeline("llama3-pp-convolution", cuts=False, mixes=True),
     # In each stage one layer with a window of 128 tokens, which reaches over the cut.
-    Case(
-        "gpt-oss-pp",
-        model=gpt_oss,
-        layers=4,
-        seq_len=384,
-        median=100,
-        rows=4,
-        pp=2,
-        checkpointing=FullAC,
-    ),
-    Case(
-        "deepseek-v3-pp",
-        model=deepseek_v3,
-        rows=4,
-        pp=2,
-        checkpointing=FullAC,
-        validated=False,
-    ),
-    Case(
-        "deepseek-v3-pp-cut-at-documents",
-        model=deepseek_v3,
-        rows=4,
-        pp=2,
-        cut_documents=False,
-        cuts=False,
-        validated=False,
-    ),
+    windowed("gpt-oss-pp", layers=4, rows=4, pp=2, **FULL),
+    pipeline("deepseek-v3-pp", model=deepseek_v3, **FULL),
+    pipeline("deepseek-v3-pp-cut-at-documents", model=deepseek_v3, **WHOLE),
 )
 
 PIPELINES_OF_REPLICAS = (
-    Case(
-        "llama3-pp-fsdp-zero-bubble",
-        rows=4,
-        pp=2,
-        order="zero-bubble",
-        checkpointing=FullAC,
-    ),
-    Case("llama3-pp-tp", rows=4, pp=2, tp=2, cuts=False, validated=False),
+    pipeline("llama3-pp-fsdp-zero-bubble", order="zero-bubble", validated=True, **FULL),
+    pipeline("llama3-pp-tp", tp=2, cuts=False),
 )
 
 GROUPS = {
@@ -290,11 +201,6 @@ class Rank(ServedTrainer):
             del convolution.weight
             self.model_parts[-1].convolution = convolution
         return super()._why_documents_stay_whole()
-
-    @property
-    def _meets_on_host(self) -> bool:
-        """As on GPUs."""
-        return True
 
     def has_cut_documents(self) -> bool:
         """Whether any document of what was submitted begins in one half and goes on in the other;
