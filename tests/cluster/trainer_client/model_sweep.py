@@ -29,6 +29,7 @@ from core_attention.manifest import Manifest, RankManifest
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from tests import ROOT
+from tests.support.gradients import assert_gradients
 from tests.support.tiny_models import FAMILIES, VOCABULARY, tiny_config
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.models.transformers import UnsupportedModel, check_documents
@@ -199,23 +200,6 @@ def planned_step(model: PreTrainedModel, lengths: Sequence[int] = LENGTHS) -> Pl
     return PlannedStep(shape, call.scale, lengths)
 
 
-def worst_gradient(model: nn.Module, local: nn.Module) -> tuple[float, str]:
-    """Largest relative difference of a parameter's gradient, and whose. Sums that cancel are
-    compared with a thousandth of the largest gradient."""
-    others = {name: parameter.grad for name, parameter in local.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in others.values() if grad is not None)
-    worst = (0.0, "")
-    for name, parameter in model.named_parameters():
-        other = others[name]
-        assert (parameter.grad is None) == (other is None), name
-        if parameter.grad is None or other is None:
-            continue
-        assert parameter.grad.dtype is parameter.dtype
-        scale = max(float(other.abs().max()), 1e-3 * largest)
-        worst = max(worst, (float((parameter.grad - other).abs().max()) / scale, name))
-    return worst
-
-
 def assert_right(config: PretrainedConfig, lengths: Sequence[int] = LENGTHS) -> None:
     """Loss and gradients of packed documents are those of each document alone."""
     model, local = make_model(config, "distca"), make_model(config, "eager")
@@ -227,9 +211,8 @@ def assert_right(config: PretrainedConfig, lengths: Sequence[int] = LENGTHS) -> 
     expected.backward()
     assert step.calls > 0
     assert abs(loss.item() - expected.item()) <= 1e-6 * abs(expected.item())
-    worst, name = worst_gradient(model, local)
     # float32 through two layers: some thousand roundings of 6e-8.
-    assert worst < 1e-3, f"{config.model_type}: {name} differs by {worst:.1e}"
+    assert_gradients(model, local, 1e-3, config.model_type, floor=1e-3)
 
 
 @dataclass(frozen=True)

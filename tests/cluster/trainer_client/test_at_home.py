@@ -20,6 +20,7 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
+from tests.support.gradients import assert_gradients
 from trainer_client import PingPong, at_home
 from trainer_client.local_attention import at_home as at_home_module
 from trainer_client.local_attention import plain
@@ -244,9 +245,5 @@ def test_a_reference_model_in_a_step_of_one_nano_batch(pool_of_four: Cluster) ->
 
 
 def compare_gradients(model: Any, local: Any) -> None:
-    others = dict(local.named_parameters())
-    for name, parameter in model.named_parameters():
-        expected = others[name].grad
-        scale = float(expected.abs().max())
-        # float32 through two layers, in another order: tens of roundings of 6e-8.
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2e-5 * scale, msg=name)
+    # float32 through two layers, in another order: tens of roundings of 6e-8.
+    assert_gradients(model, local, 2e-5)

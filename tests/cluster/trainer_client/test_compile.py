@@ -17,6 +17,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
+from tests.support.gradients import assert_gradients
 from trainer_client import PingPong, Placement, Session, SessionOptions, checkpoint, core_attention
 from trainer_client.models.transformers import IMPLEMENTATION
 
@@ -92,16 +93,6 @@ def run_step(session: Session, model: nn.Module, lengths: Any = LENGTHS, seed: i
     assert running.complete
 
 
-def assert_equal_gradients(module: nn.Module, expected: nn.Module, tolerance: float) -> None:
-    for (name, parameter), other in zip(
-        module.named_parameters(), expected.parameters(), strict=True
-    ):
-        assert parameter.grad is not None
-        assert other.grad is not None
-        difference = (parameter.grad - other.grad).abs().max() / other.grad.abs().max()
-        assert difference < tolerance, f"{name} differs by {difference:.1e}"
-
-
 def whole(model: Small) -> nn.Module:
     compiled: Any = torch.compile(model, backend="aot_eager")
     return PingPong(compiled)
@@ -143,7 +134,7 @@ def test_gradients_equal_those_of_the_plain_model(session: Session, compiled: Co
             module.zero_grad()
             run_step(session, run, lengths, seed)
         # float32: the graphs hold the same operations, some of them fused.
-        assert_equal_gradients(model, plain, 2e-6)
+        assert_gradients(model, plain, 2e-6)
 
 
 def test_no_lane_falls_out_of_its_graphs(session: Session) -> None:
@@ -184,7 +175,7 @@ def test_inductor_compiles_a_model(session: Session) -> None:
     run_step(session, PingPong(compiled))
     run_step(session, PingPong(plain))
     # float32: fused kernels round sums of up to 96 products in another order.
-    assert_equal_gradients(model, plain, 1e-5)
+    assert_gradients(model, plain, 1e-5)
 
 
 def test_a_compiled_model_of_transformers_trains_as_with_local_attention(
@@ -224,7 +215,7 @@ def test_a_compiled_model_of_transformers_trains_as_with_local_attention(
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     # float32 through two layers: a few hundred roundings of 6e-8.
-    assert_equal_gradients(model, local, 2e-5)
+    assert_gradients(model, local, 2e-5)
 
 
 def test_a_model_that_is_traced_into_stages_is_refused() -> None:

@@ -24,6 +24,7 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
+from tests.support.gradients import assert_gradients
 from tests.support.process_groups import process_group
 from trainer_client import (
     PingPong,
@@ -215,18 +216,6 @@ def reference(model: Model, documents: Any) -> Model:
     return local
 
 
-def compare(module: nn.Module, expected: nn.Module, tolerance: float, case: str) -> None:
-    for (name, parameter), other in zip(
-        module.named_parameters(), expected.parameters(), strict=True
-    ):
-        grad: Any = parameter.grad
-        assert grad is not None, f"{case}: {name}"
-        assert other.grad is not None
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        difference = (grad - other.grad).abs().max() / other.grad.abs().max()
-        assert difference < tolerance, f"{case}: {name} differs by {difference:.1e}"
-
-
 def gradients_equal_local_attention(session: Session, rank: int) -> None:
     for case in CASES:
         torch.manual_seed(0)
@@ -237,7 +226,7 @@ def gradients_equal_local_attention(session: Session, rank: int) -> None:
             model.zero_grad()
             run_step(session, module, documents, rank)
             # float32 through three layers: some hundred roundings of 6e-8.
-            compare(model, reference(plain, documents), 2e-5, case.__name__)
+            assert_gradients(model, reference(plain, documents), 2e-5, case.__name__)
             # Nothing is left gathered.
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -272,7 +261,7 @@ def three_nano_batches(session: Session, rank: int) -> None:
     model = Model()
     plain = copy.deepcopy(model)
     run_step(session, root_inside(model), THREE[0], rank)
-    compare(model, reference(plain, THREE[0]), 2e-5, "three nano-batches")
+    assert_gradients(model, reference(plain, THREE[0]), 2e-5)
 
 
 def weights_are_freed_between_forward_and_backward(session: Session, rank: int) -> None:
@@ -338,7 +327,7 @@ def half_precision(session: Session, rank: int) -> None:
     prepare_fsdp(model)
     run_step(session, PingPong(model), STEPS[0], rank)
     # Activations are rounded to 8 bits, 4e-3, in each of three layers, and so are gradients.
-    compare(model.blocks, reference(plain, STEPS[0]).blocks, 5e-2, "half precision")
+    assert_gradients(model.blocks, reference(plain, STEPS[0]).blocks, 5e-2)
 
 
 SESSIONS: tuple[tuple[AttentionShape, int, tuple[Callable[[Session, int], None], ...]], ...] = (

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -37,6 +37,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
+from tests.support.gradients import assert_gradients
 from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (
@@ -55,6 +56,8 @@ from trainer_client.hooks.tensor_parallel import mesh_of
 pytestmark = pytest.mark.timeout(300)
 
 RANKS, TP, STEPS = 4, 2, 2
+TOLERANCE = 2e-5
+"""float32 through two layers, and sums over ranks: some hundred roundings of 6e-8."""
 REPLICAS = RANKS // TP
 CONFIG = TINY_LLAMA
 VOCABULARY: int = CONFIG["vocab_size"]
@@ -282,18 +285,7 @@ def check(case: Case, path: str, step: int, model: nn.Module, loss: torch.Tensor
     # Ranks of one tensor-parallel group have the same loss.
     assert float(loss) / TP == pytest.approx(expected_loss, rel=1e-5), case.name
     # FSDP averages over the replicas.
-    compare_gradients(model, expected, REPLICAS, f"{case.name}, step {step}")
-
-
-def compare_gradients(model: nn.Module, expected: Gradients, factor: int, where: str) -> None:
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None, name
-        if isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()
-        difference = (gradient * factor - expected[name]).abs().max() / expected[name].abs().max()
-        # float32 through two layers, and sums over ranks: some hundred roundings of 6e-8.
-        assert difference < 2e-5, f"{where}: {name} differs by {difference:.1e}"
+    assert_gradients(model, expected, TOLERANCE, f"{case.name}, step {step}", factor=REPLICAS)
 
 
 def run_ranks(rank: int, folder: str, address: str) -> None:
@@ -362,7 +354,7 @@ def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) ->
                 path, [ids_of(step, n) for nano in lengths[step] for n in nano]
             )
             assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
-            compare_gradients(model, expected, 1, f"{options.job}, step {step}")
+            assert_gradients(model, expected, TOLERANCE, f"{options.job}, step {step}")
 
 
 def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: Cluster) -> None:
@@ -531,7 +523,7 @@ def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: 
                 whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
                 expected_loss, expected = reference_of(f"{folder}/model", whole)
                 assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
-                compare_gradients(model, expected, 1, f"step {step}")
+                assert_gradients(model, expected, TOLERANCE, f"step {step}")
 
 
 def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:

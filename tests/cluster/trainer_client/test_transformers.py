@@ -18,6 +18,7 @@ from core_attention.host_copies import HostCopy
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
+from tests.support.gradients import assert_gradients
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.models import documents
@@ -143,17 +144,8 @@ def assert_trains_as_locally(
             expected = expected + document_losses(logits, document)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    others = dict(local.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in others.values() if p.grad is not None)
-    for name, parameter in model.named_parameters():
-        other = others[name].grad
-        assert (parameter.grad is None) == (other is None), name
-        if parameter.grad is not None and other is not None:
-            # float32 through two layers: a few hundred roundings of 6e-8. Sums that cancel are
-            # compared with a thousandth of the largest gradient.
-            scale = max(float(other.abs().max()), 1e-3 * largest)
-            difference = float((parameter.grad - other).abs().max()) / scale
-            assert difference < 2e-5, f"{name} differs by {difference:.1e}"
+    # float32 through two layers: a few hundred roundings of 6e-8.
+    assert_gradients(model, local, 2e-5, floor=1e-3)
 
 
 def documents_in(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
