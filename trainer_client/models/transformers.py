@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -253,14 +252,13 @@ def _attend(
     lane = require_lane()
     _refuse_unproven(module, documents)
     _refuse_cached_keys(module, q, k)
-    scale = None
+    scale = layer.scaling
     if kind.is_full:
         refuse_short_window(module, layer.kind, documents)
-        _check_scale(lane, layer.scaling, module)
-        _check_rule(lane, layer, module)
+        _check_mask(lane, layer, module)
         _check_dtype(lane, query)
-    else:
-        scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    elif scale is None:
+        scale = q.shape[-1] ** -0.5
     return core_attention(
         q,
         k,
@@ -302,28 +300,12 @@ def _short(value: Any) -> str:
     return f"tensor{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _check_scale(lane: Lane, scaling: float | None, module: nn.Module) -> None:
-    scale = lane.running.job.scale
-    if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
-        raise UnsupportedArgument(
-            f"{type(module).__name__} scales by {scaling}, the session by {scale}; open the "
-            f"session with softmax_scale={scaling}"
-        )
-
-
-def _check_rule(lane: Lane, layer: LayerCall, module: nn.Module) -> None:
-    shape = lane.running.job.shape
-    if not math.isclose(layer.softcap, shape.softcap, rel_tol=1e-6):
-        raise UnsupportedArgument(
-            f"{type(module).__name__} caps its scores by softcap={layer.softcap}, the session's "
-            f"servers by {shape.softcap}; open the session with "
-            f"shape=AttentionShape(..., softcap={layer.softcap})"
-        )
-    if layer.mask is not shape.mask:
+def _check_mask(lane: Lane, layer: LayerCall, module: nn.Module) -> None:
+    mask = lane.running.job.shape.mask
+    if layer.mask is not mask:
         raise UnsupportedArgument(
             f"the attention of {type(module).__name__} is {layer.mask.name}, the session's "
-            f"{shape.mask.name}; open the session with shape=AttentionShape(..., "
-            f"mask=MaskKind.{layer.mask.name})"
+            f"{mask.name}; open it with AttentionShape(..., mask=MaskKind.{layer.mask.name})"
         )
 
 

@@ -245,7 +245,7 @@ def test_batches_that_do_not_fit_are_refused(
         (transformers.MistralConfig(**SIZES, sliding_window=32), UnsupportedArgument),
         (
             transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16),
-            UnsupportedArgument,
+            SessionError,
         ),
         (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), UnsupportedArgument),
         (transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}), SessionError),

@@ -23,7 +23,7 @@ from trainer_client.errors import SessionError
 from trainer_client.frameworks.torchtitan.attention import ServedAttention
 from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
 from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, SubmittedBatch
-from trainer_client.frameworks.torchtitan.pipelines import Stages, order_of, pipelining_of
+from trainer_client.frameworks.torchtitan.pipelines import order_of, timed_run
 from trainer_client.frameworks.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.frameworks.torchtitan.refusals import problems
 from trainer_client.frameworks.torchtitan.settings import DistcaSettings
@@ -36,7 +36,9 @@ from trainer_client.frameworks.versions import (
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.probe import ProbedAttention, Recorder
+from trainer_client.pipelines.deferred_weights import defer_weights
 from trainer_client.pipelines.pipelining import Pipeline
+from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
 from trainer_client.turns.manifests import lengths_of_documents
@@ -266,22 +268,25 @@ class ServedTrainer(Trainer):
         return order_of(self.pp_schedule, csv, self._batches_of_step)
 
     def _pipelining(self, order: Schedule, ranks_of_stage: int) -> Pipelining:
-        all_stages = _stages_of(self.pp_schedule)
-        layers = [
-            calls
-            for stage in all_stages
-            for part, calls in zip(self.model_parts, self._layers_of_parts, strict=True)
-            if part is stage.submod
-        ]
-        stages = Stages(
-            all=all_stages,
-            layers=layers,
-            ranks_of_stage=ranks_of_stage,
-            multiple=self._cutting.multiple,
-            hidden=self._hidden,
-            device=self.device,
-        )
-        return pipelining_of(order, stages, self.config.training.seq_len, self.train_context)
+        """Facts of the pipelines for the session, the same on all ranks, which call it together.
+
+        In orders with backwards in two parts, linear layers put off the gradients of their weights:
+        PyTorch's own way leaves weights without gradients that are recomputed or sharded.
+        """
+        multiple = self._cutting.multiple
+        n_tokens = min(self.config.training.seq_len, MEASURED_TOKENS // multiple * multiple)
+        calls = {
+            id(part): n for part, n in zip(self.model_parts, self._layers_of_parts, strict=True)
+        }
+        runs, layers = {}, {}
+        for stage in _stages_of(self.pp_schedule):
+            part, index = stage.submod, stage.stage_index
+            if order.has_backwards_in_parts:
+                stage.dw_builder = defer_weights(part)
+            runs[index] = part, timed_run(part, n_tokens, self.device, self._hidden)
+            layers[index] = calls[id(part)]
+        with self.train_context():
+            return measured_pipelining(order, runs, layers, n_tokens, ranks_of_stage)
 
     def _session_options(self, found: ProbedAttention) -> SessionOptions:
         dims, settings = self.parallel_dims, self.config.distca
