@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from trainer_client import (
     SessionOptions,
     measure_stages,
     schedule_of,
-    submit_ahead,
 )
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 
@@ -97,47 +95,75 @@ def alone(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", [LogitsOf, LayersOf])
+WINDOWED: dict[str, Any] = {
+    "kind": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
+"""The second layer has a window, and is computed at home."""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "fields", "is_cut"),
+    [
+        (LogitsOf, {}, False),
+        (LayersOf, {}, False),
+        (LogitsOf, {}, True),
+        (LogitsOf, WINDOWED, True),
+    ],
+    ids=["whole", "by hand", "cut", "cut, a window"],
+)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_transformers_model_trains_as_a_stage(
-    tmp_path: Path, pool_of_four: Cluster, alone: None, checkpointed: bool, kind: type[Any]
+    tmp_path: Path,
+    pool_of_four: Cluster,
+    checkpointed: bool,
+    kind: type[Any],
+    fields: dict[str, Any],
+    is_cut: bool,
 ) -> None:
-    model = model_with(IMPLEMENTATION)
-    expected = copy.deepcopy(model_with("eager"))
+    """Also where documents lie in both rows of a microbatch."""
+    model, expected = model_with(IMPLEMENTATION, **fields), model_with("eager", **fields)
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = kind(model)
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    documents = CUT if is_cut else LENGTHS
+    positions = torch.cat([torch.arange(n) for row in documents for n in row]).view(-1, TOKENS)
     ids = torch.randint(VOCABULARY, positions.shape)
+    chosen = SessionOptions.for_model(
+        model,
+        control_plane=pool_of_four.address,
+        job=f"{kind.__name__}-{len(fields)}-{is_cut}-{checkpointed}",
+        rank=0,
+        n_ranks=1,
+        n_nano_batches=MICROBATCHES * ROWS,
+        **on_this_host(tmp_path),
+    )
+    assert chosen.n_layers == (1 if fields else 2)
     seconds = measure_stages(
         {0: (module, lambda: module(ids[:ROWS], positions[:ROWS]))}, 1, ROWS * TOKENS
     )
     assert min(*seconds.forward_seconds, *seconds.backward_seconds) > 0
-    options: dict[str, Any] = {
-        "control_plane": pool_of_four.address,
-        "job": f"llama-{kind.__name__}-{checkpointed}",
-        "rank": 0,
-        "n_ranks": 1,
-        "n_nano_batches": MICROBATCHES * ROWS,
-        "pipelining": Pipelining(
-            schedule=schedule_of(schedule), pipeline_ranks=[0], layers=[2], **seconds._asdict()
-        ),
-        **on_this_host(tmp_path),
-    }
-    chosen = SessionOptions.for_model(model, **options)
+    order, layers = schedule_of(schedule), [chosen.n_layers]
+    facts = Pipelining(schedule=order, pipeline_ranks=[0], layers=layers, **seconds._asdict())
     keep_profile(tmp_path, chosen.shape)
     losses: list[torch.Tensor] = []
-    with Session.open(chosen) as session:
+    with Session.open(replace(chosen, pipelining=facts)) as session:
         pipeline = Pipeline(session, stage)
-        rows = [{"position_ids": row[None]} for row in positions]
-        for step, _ in submit_ahead(session, [rows]):
-            with pipeline.step(step):
-                with pytest.raises(SessionError):
-                    module(ids[:1], positions[:1])
-                schedule.step(ids, target=ids, losses=losses, position_ids=positions)
-    check(model, expected, losses, ids, LENGTHS)
+        if is_cut:
+            halves = [half for i, row in enumerate(CUT) for half in cut_in_two(row, first_id=8 * i)]
+            session.submit(RankManifest(0, 0, halves))
+        else:
+            session.submit(RankManifest.from_lengths(0, 0, LENGTHS))
+        with pipeline.step(0):
+            with pytest.raises(SessionError):
+                module(ids[:1], positions[:1])
+            schedule.step(ids, target=ids, losses=losses, position_ids=positions)
+    check(model, expected, losses, ids.view(len(documents), -1), documents)
 
 
 @pytest.mark.parametrize("embeddings", [None, nn.Identity()])
@@ -150,64 +176,6 @@ def test_a_stage_without_embeddings_is_checked(embeddings: nn.Module | None) -> 
     assert not found.fault
     model.model.layers[0].register_forward_hook(lambda _module, _given, out: out + out.roll(1, 1))
     assert "mixes tokens elsewhere" in check_documents(model.model).fault
-
-
-WINDOWED: dict[str, Any] = {
-    "kind": "qwen2",
-    "use_sliding_window": True,
-    "sliding_window": 8,
-    "max_window_layers": 1,
-}
-"""The second layer has a window, and is computed at home."""
-
-
-@pytest.mark.parametrize("model_fields", [{}, WINDOWED], ids=["llama", "a window"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_documents_lie_in_both_rows_of_a_microbatch(
-    tmp_path: Path,
-    pool_of_four: Cluster,
-    alone: None,
-    checkpointed: bool,
-    model_fields: dict[str, Any],
-) -> None:
-    model = model_with(IMPLEMENTATION, **model_fields)
-    expected = model_with("eager", **model_fields)
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module = LogitsOf(model)
-    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
-    positions = torch.cat([torch.arange(n) for row in CUT for n in row]).view(-1, TOKENS)
-    ids = torch.randint(VOCABULARY, positions.shape)
-    options: dict[str, Any] = {
-        "control_plane": pool_of_four.address,
-        "job": f"cut-{model.config.model_type}-{checkpointed}",
-        "rank": 0,
-        "n_ranks": 1,
-        "n_nano_batches": MICROBATCHES * ROWS,
-        **on_this_host(tmp_path),
-    }
-    chosen = SessionOptions.for_model(model, **options)
-    assert chosen.n_layers == (1 if model_fields else 2)
-    chosen = replace(
-        chosen,
-        pipelining=Pipelining(
-            schedule=schedule_of(schedule),
-            pipeline_ranks=[0],
-            layers=[chosen.n_layers],
-            forward_seconds=[1e-6],
-            backward_seconds=[2e-6],
-        ),
-    )
-    keep_profile(tmp_path, chosen.shape)
-    losses: list[torch.Tensor] = []
-    with Session.open(chosen) as session:
-        pipeline = Pipeline(session, stage)
-        halves = [half for i, row in enumerate(CUT) for half in cut_in_two(row, first_id=8 * i)]
-        session.submit(RankManifest(0, 0, halves))
-        with pipeline.step(0):
-            schedule.step(ids, target=ids, losses=losses, position_ids=positions)
-    check(model, expected, losses, ids.view(MICROBATCHES, -1), CUT)
 
 
 def check(
