@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -18,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from core_attention.host_compiler import Trouble
 from core_attention.kernels.cpu import CpuKernel
-from core_attention.kernels.launcher import LauncherError
 from core_attention.shape import AttentionShape
 from data_plane import transport_facts
 from data_plane.transport import ProbeResult, TransportName
@@ -191,16 +188,6 @@ class TestDriver:
     ) -> None:
         assert compare_driver(driver, built_with).status is status
 
-    def test_it_is_looked_for_only_where_a_gpu_is_used(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def missing(name: str) -> ctypes.CDLL:
-            raise OSError(name)
-
-        monkeypatch.setattr(ctypes, "CDLL", missing)
-        assert findings("driver", around()) == []
-        assert "libcuda.so.1" in only("driver", around(device="cuda:0")).says
-
 
 class TestKernels:
     def test_a_shape_that_runs_passes(self) -> None:
@@ -234,20 +221,6 @@ class TestKernels:
         assert finding.says == (
             f"cpu with {shape} fails on cpu: RuntimeError: no kernel image is available for "
             "execution on the device"
-        )
-
-    def test_a_machine_that_cannot_launch_fails_by_name(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def select(device: torch.device) -> CpuKernel:
-            raise LauncherError(Trouble("no C compiler", "install gcc"))
-
-        monkeypatch.setattr(device_checks, "select_kernel", select)
-        finding = only("kernels", around())
-        assert (finding.status, finding.says, finding.advice) == (
-            FAIL,
-            "no C compiler",
-            "install gcc",
         )
 
     def test_a_device_that_hangs_fails_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,43 +374,6 @@ class TestRdma:
         where = around(add_rdma_device(tmp_path), one_host=True, transport="ucxx")
         assert only("rdma", where).status is PASS
 
-    @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
-    def test_a_port_that_is_down_fails(self, rdma: bool, status: Severity, tmp_path: Path) -> None:
-        where = around(add_rdma_device(tmp_path, states=("1: DOWN",)), rdma=rdma)
-        finding = only("rdma", where)
-        assert finding.status is status
-        assert "mlx5_0:1 is 1: DOWN" in finding.says
-
-    @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
-    def test_a_device_without_verbs_files_fails(
-        self, rdma: bool, status: Severity, tmp_path: Path
-    ) -> None:
-        finding = only("rdma", around(add_rdma_device(tmp_path, verbs=False), rdma=rdma))
-        assert finding.status is status
-        assert "uverbs" in finding.says
-        assert "device plugin" in finding.advice
-
-    @pytest.mark.parametrize(
-        ("modules", "status"),
-        [
-            (frozenset({"cuda", "cma"}), FAIL),
-            (frozenset({"cuda", "ib"}), PASS),
-            (None, FAIL),
-        ],
-    )
-    def test_a_ucx_without_verbs_fails(
-        self,
-        modules: frozenset[str] | None,
-        status: Severity,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr(transport_facts, "ucx_modules", lambda: modules)
-        where = around(add_rdma_device(tmp_path), rdma=True, transport="ucxx")
-        finding = only("rdma", where)
-        assert finding.status is status
-        assert ("has no verbs" in finding.says) == (status is FAIL)
-
 
 @pytest.mark.usefixtures("installed")
 class TestTransport:
@@ -447,10 +383,6 @@ class TestTransport:
         assert finding.says.startswith("ucxx: there is no RDMA device")
         finding = only("transport", around(add_rdma_device(tmp_path)))
         assert finding.says == "nixl: it can use mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR))"
-
-    def test_a_name_is_a_reason(self, tmp_path: Path) -> None:
-        says = only("transport", around(tmp_path, transport="nixl")).says
-        assert says == "nixl: it was given by name"
 
     def test_no_library_fails(self, tmp_path: Path, installed: set[str]) -> None:
         installed.clear()

@@ -11,7 +11,6 @@ from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from distca.apps.simulator.baselines import balanced_seconds, plain_packing
 from distca.apps.simulator.disaggregated import Method, disaggregated_step, slot_manifest
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.model import PRESETS
 from distca.apps.simulator.packing import pack_and_cut, pack_in_order
 from distca.contract.settings import Placement
@@ -139,13 +138,6 @@ def test_a_byte_budget_limits_what_a_rank_sends_and_what_is_waited_for() -> None
     assert waits == sorted(waits, reverse=True)
     assert moved == sorted(moved, reverse=True)
     assert waits[-1] < waits[0]
-
-
-def test_bad_methods_are_named() -> None:
-    with pytest.raises(InputError, match="nano_batches is 3; valid are 1 and 2"):
-        Method(planner=greedy.plan, options=METHOD.options, n_nano_batches=3)
-    with pytest.raises(InputError, match="byte_budget is -1"):
-        Method(planner=greedy.plan, options=METHOD.options, byte_budget=-1.0)
 
 
 def test_without_ping_pong_communication_is_exposed() -> None:

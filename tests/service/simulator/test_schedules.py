@@ -11,7 +11,6 @@ import pytest
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
-from core_attention.errors import ScheduleError
 from core_attention.plan import level_seconds
 from core_attention.schedule_orders import SCHEDULES
 from distca.apps.simulator.baselines import balanced_seconds
@@ -20,7 +19,6 @@ from distca.apps.simulator.disaggregated import (
     Method,
     disaggregated_step,
 )
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.schedules import (
     EVEN,
     IDLE_AWARE,
@@ -242,14 +240,3 @@ def test_schedules_that_cannot_run_are_left_out_with_their_reason() -> None:
     ]
     of = setup(4, n_stages=4, n_microbatches=8)  # a layer a stage, none to divide
     assert "4 layers cannot be divided over the 8 stages" in fitting_orders(of)[1][0]
-
-
-def test_bad_comparisons_are_named() -> None:
-    of = setup(2, n_stages=2, n_microbatches=3)
-    with pytest.raises(InputError, match="no batches"):
-        compare_schedules(of, [], METHOD, {})
-    with pytest.raises(InputError, match=r"in_flight is 0.5; it must be 1 or more"):
-        compare_schedules(of, [documents(of)], METHOD, {}, in_flight_limit=0.5)
-    orders = {"interleaved": SCHEDULES["interleaved"]}
-    with pytest.raises(ScheduleError, match="must be a multiple of the ranks"):
-        compare_schedules(of, [documents(of)], METHOD, orders)

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from core_attention.manifest import Manifest
 from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.packing import (
-    as_trained,
-    checked_lengths,
     pack_and_cut,
     pack_in_order,
     rank_manifests,
@@ -53,15 +51,6 @@ def test_manifests_of_ranks_merge_to_the_manifest_again() -> None:
         assert (getattr(merged, column) == getattr(manifest, column)).all()
 
 
-def test_tokens_must_match() -> None:
-    with pytest.raises(InputError, match="the documents hold 10 tokens; 2 ranks of 8 take 16"):
-        pack_in_order(np.array([10]), 2, 8, 1)
-    with pytest.raises(InputError, match="tokens_per_rank 9 is not a multiple"):
-        pack_in_order(np.array([18]), 2, 9, 2)
-    with pytest.raises(InputError, match="tokens_per_rank 1 is not a multiple of nano_batches 2"):
-        as_trained(np.array([2]), 2, 1, 2)
-
-
 def test_steps_take_documents_in_order_and_cut_the_last_one() -> None:
     steps = take_steps(np.array([5, 5, 5, 5]), n_steps=2, step_tokens=8)
     assert [step.tolist() for step in steps] == [[5, 3], [2, 5, 1]]
@@ -74,22 +63,6 @@ def test_too_few_tokens_say_how_many_are_needed() -> None:
 
 def test_long_documents_are_split() -> None:
     assert split_long(np.array([3, 10, 8]), 4).tolist() == [3, 4, 4, 2, 4, 4]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([], "holds no document lengths"),
-        ([3, 0], "length number 2 is 0"),
-        ([-4], "length number 1 is -4"),
-        ([1.5], "length number 1 is 1.5"),
-        ([2**40], "a document has 1 to 2147483647 tokens"),
-        (["a"], "no integers"),
-    ],
-)
-def test_bad_lengths_are_named(lengths: list[object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        checked_lengths(lengths, "the list")  # type: ignore[arg-type]
 
 
 def test_documents_go_on_in_the_second_nano_batch_where_they_may_be_cut() -> None:
