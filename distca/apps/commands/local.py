@@ -39,7 +39,7 @@ def local(
     from distca.apps.data.sources import open_corpus
     from distca.apps.local.launcher import LocalRun, launch
     from distca.apps.local.packages import check_packages
-    from distca.apps.report.outcome import show_outcome
+    from distca.apps.report.summary import show_outcome
 
     console = Console()
     check_packages(local.transport)

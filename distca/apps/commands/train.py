@@ -36,7 +36,7 @@ def train(
 
     from distca.apps.commands.explained import explained
     from distca.apps.commands.usage import as_usage_error
-    from distca.apps.report.outcome import show_outcome
+    from distca.apps.report.summary import show_outcome
     from distca.apps.train.ranks import RankEnvironment
     from distca.apps.train.run import TrainerRun, run_trainer
     from distca.run_folder import RunFolder

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from distca.apps.report.record import RunRecord, StepDetail, mean_of
 from distca.process.plain_text import plain
+from distca.run_folder import RunFolder
 
 WARMUP_STEPS = 2
 """First steps left out of the mean speed: they hold first connections and first allocations."""
@@ -121,3 +123,18 @@ def _verification_rows(record: RunRecord) -> list[tuple[str, str]]:
             f"in {found.parameter}",
         ),
     ]
+
+
+def show_outcome(folder: RunFolder, console: Console) -> None:
+    """Shows the table of the run, if it got so far, and where report, checkpoint and logs lie."""
+    if folder.record.exists():
+        console.print()
+        console.print(summary_table(RunRecord.load(folder.record)))
+    lines = [
+        ("Report", folder.report if folder.report.exists() else None),
+        ("Checkpoint", folder.newest_checkpoint()),
+        ("Logs", folder.logs if folder.logs.is_dir() else None),
+    ]
+    for what, path in lines:
+        if path is not None:
+            console.print(plain(f"{what}: {path}"), soft_wrap=True, highlight=False, markup=False)
