@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,8 +17,8 @@ import torch
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
 from benchmarks.gpu.end_to_end import Plan
-from benchmarks.gpu.training import batches, methods, pictures, ring, trace
-from benchmarks.gpu.training.batches import Batch, CannotRun, draw_batch
+from benchmarks.gpu.training import batches, methods, trace
+from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
 from control_plane.planner.planning import PlanningOptions
 from core_attention.cost_model import CostProfile
@@ -79,40 +78,6 @@ def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
             one_document.seed, manifest.nano_batches[0], 97, torch.device("cpu")
         )
         assert torch.equal(found.position_ids[0], order[rank])
-
-
-@pytest.mark.parametrize("way", ["plain", "repacked", "disaggregated-packed"])
-def test_ways_of_whole_documents_refuse_one_over_all_ranks(one_document: Batch, way: str) -> None:
-    with pytest.raises(CannotRun, match=f"{way} keeps .* holds 32768 tokens, .* one of 131072"):
-        methods.require_runnable(way, one_document, "cuda")
-    layout = {"plain": batches.packed, "repacked": batches.repacked}.get(way)
-    with pytest.raises(CannotRun):
-        layout(one_document) if layout else batches.in_pairs(one_document, 0)
-
-
-def test_pytorchs_context_parallelism_refuses_what_it_cannot_run(
-    batch: Batch, one_document: Batch
-) -> None:
-    way = methods.PYTORCH
-    methods.require_runnable(way, one_document, "cuda")
-    with pytest.raises(CannotRun, match=f"seed 2 has {len(batch.lengths)}; give it --lengths one"):
-        methods.require_runnable(way, batch, "cuda")
-    with pytest.raises(CannotRun, match="runs on CUDA devices, not on 'cpu'"):
-        methods.require_runnable(way, one_document, "cpu")
-    odd = draw_batch(0, 2, 7, batches.ONE_DOCUMENT)
-    with pytest.raises(CannotRun, match="4 equal pieces on 2 ranks, and the document has 14"):
-        methods.require_runnable(way, odd, "cuda")
-
-
-def test_a_pytorch_without_the_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_FORWARD", "_nothing_of_this_name")
-    with pytest.raises(CannotRun, match=f"torch {re.escape(torch.__version__)} has no _nothing"):
-        ring.ring_module()
-
-
-def test_an_unknown_way_is_named(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="way is 'nonsense'; valid are plain, repacked, "):
-        methods.require_runnable("nonsense", batch, "cpu")
 
 
 @pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
@@ -194,32 +159,6 @@ def test_trace_counts_overlapping_kernels_once_and_finds_gaps() -> None:
     assert found["busy_seconds"] == 2.0
     assert found["by_category"] == {"matrix products": 1.0, "attention": 1.0, "nccl": 0.5}
     assert found["longest_gaps"][0][:2] == (0.5, 1.5)
-
-
-def test_a_device_is_idle_where_no_kernel_runs() -> None:
-    names = ["nvjet_gemm", "ncclAllGather", "Memset (Device)"]
-    kernels = [(0, 2000, 0, 7), (1000, 4000, 1, 9), (5500, 100, 2, 7), (8000, 1000, 0, 7)]
-    events = pictures.device_events(names, kernels)
-    assert [(event.lane, event.begin_seconds, event.end_seconds) for event in events] == [
-        ("matrix products", 0.0, 0.002),
-        ("matrix products", 0.008, 0.009),
-        ("NCCL", 0.001, 0.005),
-        ("others", 0.0055, 0.0056),
-        # From the last end of any kernel on; the pause of 0.5 ms before is too short.
-        ("idle", 0.0056, 0.008),
-    ]
-    trace_of = {"names": names, "kernels": kernels, "seconds": 0.009, "idle_seconds": 0.0029}
-    figure = pictures.draw_timeline({"way": "pool", "traces": [trace_of], "timeline": []}, "tiny")
-    (axes,) = figure.axes
-    assert axes.get_title() == "tiny: pool, GPU of rank 0, idle for 32.2%"
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "matrix products", "NCCL", "others", "idle",
-    ]  # fmt: skip
-
-
-def test_a_way_without_a_timeline_is_named() -> None:
-    with pytest.raises(ValueError, match="'plain' has no timeline"):
-        pictures.draw_timeline({"way": "plain", "traces": [], "timeline": []}, "tiny")
 
 
 WAYS = ("plain", "repacked", "context-parallel", "disaggregated", "single-stream", "pool")

@@ -24,7 +24,6 @@ from benchmarks.gpu.training.pipeline_forecast import (
     idle_aware,
     one_f_one_b,
 )
-from benchmarks.gpu.training.pipeline_pictures import SERVED, draw_pipelines
 from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.manifest import Manifest, RankManifest, Segment
@@ -154,63 +153,6 @@ def test_ways_that_disagree_are_named() -> None:
     assert "batch 3: even-pool has a loss of 2.100000, even 2.000000: 5.0e-02 apart" in wrong
     (wrong,) = pipeline_report.disagreements(plan, [case("even", 2.0), case("idle", float("nan"))])
     assert "nan" in wrong
-
-
-def test_a_step_is_drawn_with_what_servers_run() -> None:
-    ranks = [
-        {"actions": [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 2.0, 4.0)], "served": {}},
-        {"actions": [(1, "F", 0, 1.0, 2.0)], "served": {"kernels": [(0.25, 0.75)]}},
-    ]
-    case = {"way": "idle-aware", "steps": [{"seconds": 4.5, "ranks": ranks}]}
-    figure = draw_pipelines([case, {"way": "even", "steps": []}], "tiny")
-    (axes,) = figure.axes
-    assert axes.get_title() == "idle-aware: 4.50 s"
-    assert [text.get_text() for text in axes.texts] == ["0", "0", "0"]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward", SERVED[0]]
-    (served,) = axes.collections
-    assert served.get_paths()[0].get_extents().bounds == pytest.approx((0.25, 1.2, 0.5, 0.18))
-    with pytest.raises(ValueError, match="no way has a step"):
-        draw_pipelines([{"way": "even", "steps": []}], "tiny")
-
-
-def test_a_traced_step_and_what_was_left_out_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    actions = [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 1.5, 3.0)]
-    rank = {
-        "actions": actions,
-        "attention_seconds": 1.0,
-        "memory": {"allocated_gib": 61.25, "buffers_gib": 0.0, "device_gib": 66.0},
-    }
-    step = {
-        "seed": 0, "seconds": 4.0, "tokens_per_second": 64.0, "loss": 2.0, "norm": 1.0,
-        "unevenness": 1.5, "ranks": [rank, rank], "slots": None,
-    }  # fmt: skip
-    traced = {"seconds": 4.1, "idle_seconds": 0.5, "by_category": {"attention": 1.25, "nccl": 0.1}}
-    nothing = {"seconds": None, "idle_seconds": None, "by_category": None}
-    plan = {"microbatches": [1], "stages": 2, "model": {"dtype": "bfloat16"}}
-    cases = [
-        {
-            "way": "even", "microbatches": 1, "state": "done", "steps": [step],
-            "in_flight": [1.0, 1.0], "traces": [{"ranks": [traced, nothing]}],
-        },
-        {
-            "way": "zero-bubble", "microbatches": 1, "state": "left out", "why": "too large",
-            "steps": [], "traces": [],
-        },
-    ]  # fmt: skip
-    pipeline_report.show(plan, cases, "a title")
-    shown = capsys.readouterr().out
-    assert "m = 1, zero-bubble: left out: too large" in shown
-    # l and a of its only microbatch, the formula's 2 (l + a), and three eighths of a bubble.
-    assert "l = 1.500 s, a = 1.000 s" in shown
-    (forecast,) = (line for line in shown.splitlines() if "5.00" in line)
-    assert "1.250" in forecast
-    assert "37.5%" in shown
-    assert "61.2 61.2" in shown
-    (kernels,) = (line for line in shown.splitlines() if "4.10" in line)
-    assert [cell.strip() for cell in kernels.split("│")[1:-1]] == [
-        "even", "0", "4.10", "0.50", "1.25", "0.10",
-    ]  # fmt: skip
 
 
 def command(out: Path, *options: str) -> list[str]:
