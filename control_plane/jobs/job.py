@@ -374,7 +374,7 @@ class Job:
             return ""
         manifest = self._planned[wait.step].plan.manifest
         return self._waits.wait(
-            rank, wait, lambda rank, lane: bool(manifest.tokens_per_rank(lane)[rank])
+            rank, wait, lambda rank, nano: bool(manifest.tokens_per_rank(nano)[rank])
         )
 
     def _check_sent(self, rank: int, sent_ticks: Sequence[int], nano_batch: int = 0) -> None:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from control_plane.jobs.first_ticks import first_ticks
+import numpy as np
+
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.membership import Member
 from control_plane.jobs.profiles import profile_for
@@ -104,6 +105,35 @@ def publish_step(
     by_server = slicer.server_events()
     plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
+
+
+def first_ticks(
+    manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Mapping[int, str]
+) -> Int64Array:
+    """``[n_documents]``: of the ranks that hold rows of a document, or carry its keys over from an
+    earlier nano-batch, the least number of complete ticks in its lane.
+
+    Args:
+        manifest: of the whole step.
+        complete_ticks: by rank, then nano-batch; of a rank in ``left``, all ticks of a lane.
+        left: the ranks that have left the job or given the step up, and which, in words.
+    """
+    complete = np.array(complete_ticks, dtype=np.int64)
+    held = manifest.held
+    of_run = complete[held.rank, manifest.document_nano_batch[held.document]]
+    first = np.full(manifest.n_documents, np.iinfo(np.int64).max)
+    np.minimum.at(first, held.document, of_run)
+    short = np.isin(held.rank, list(left))
+    short &= of_run > first[held.document]
+    if short.any():
+        at = int(np.flatnonzero(short)[0])
+        rank = int(held.rank[at])
+        raise PlanError(
+            f"rank {rank}'s rows of document "
+            f"{manifest.document_id[held.document[at]]} are needed to run step "
+            f"{manifest.step}, and rank {rank} {left[rank]}"
+        )
+    return first
 
 
 def _first_tick(manifest: Manifest, ready: ReadyStep) -> Int64Array | None:

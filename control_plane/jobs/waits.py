@@ -54,9 +54,9 @@ class Waits:
             step, sent = self._sent.get(other, (-1, ()))
             if step != wait.step or sent[wait.nano_batch] > wait.tick:
                 continue
-            for lane, (mine, theirs) in enumerate(zip(wait.sent_ticks, sent, strict=True)):
-                if theirs > mine and has_rows(rank, lane) and has_rows(other, lane):
-                    first, second = wait.nano_batch, lane
+            first = wait.nano_batch
+            for second, (mine, theirs) in enumerate(zip(wait.sent_ticks, sent, strict=True)):
+                if theirs > mine and has_rows(rank, second) and has_rows(other, second):
                     return (
                         f"rank {rank} runs nano-batch {first} before {second}, and rank {other} "
                         f"{second} before {first}"

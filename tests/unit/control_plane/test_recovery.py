@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane.jobs.first_ticks import first_ticks
+from control_plane.jobs.publication import first_ticks
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.recovery import JobRecovery, StepProgress, is_finished
 from control_plane.jobs.slicing import PlanSlicer
