@@ -158,7 +158,7 @@ class Admission:
         except SpecMismatchError as error:
             self._refuse(job, rank, error)
             raise
-        if not job.has_left(rank):
+        if rank not in job.leases.left:
             self._close(job, f"rank {rank} was started again")
         return None
 

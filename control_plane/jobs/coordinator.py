@@ -212,7 +212,7 @@ class Coordinator:
             raise self._fence(member)
         self._metrics.servers.heartbeat(member)
         if member.in_place is not None:
-            self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
+            self._jobs.get(member.in_place.job_id).leases.renew(lease_id, now=now)
         return member
 
     def drain(self, server_id: str) -> None:
@@ -266,7 +266,7 @@ class Coordinator:
         rank = rank_of_token(job.key, token)
         if rank is None or owner != job.owner:
             raise WrongTokenError(f"the token that came is none of {owner!r} for job {job_id}")
-        if job.rank_of(lease_id) not in (None, rank):
+        if job.leases.rank_of(lease_id) not in (None, rank):
             raise WrongTokenError(
                 f"the token of rank {rank} of job {job_id} came with another rank's lease"
             )
@@ -286,7 +286,7 @@ class Coordinator:
         self._hear()
         now = self._clock()
         job = self._jobs.get(job_id)
-        job.renew(lease_id, now=now)
+        job.leases.renew(lease_id, now=now)
         member = self._membership.renew_in_place(lease_id, now=now, load=in_place_load)
         if member is not None and in_place_load is not None:
             self._metrics.servers.heartbeat(member)
@@ -334,7 +334,7 @@ class Coordinator:
         have not joined, or are away.
         """
         job = self._jobs.get(job_id)
-        job.lease(lease_id, now=self._clock())
+        job.leases.get(lease_id, now=self._clock())
         wanted = frozenset(ranks)
         if wanted and max(wanted) >= job.spec.n_ranks:
             raise InvalidRequestError(
@@ -351,7 +351,7 @@ class Coordinator:
         """The events of a job for a rank: the job, a recovery that waits for it, the unfinished
         steps, then what comes."""
         job = self._jobs.get(job_id)
-        rank = job.lease(lease_id, now=self._clock()).rank
+        rank = job.leases.get(lease_id, now=self._clock()).rank
         serves = any(
             member.in_place is not None and member.in_place.rank == rank
             for member in self._membership.in_place_of(job_id)
@@ -362,7 +362,7 @@ class Coordinator:
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
         first += [partial(record.rank_event, rank) for record in job.steps_to_tell()]
-        job.watched_by(rank)
+        job.leases.watched_by(rank)
         return self._streams.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
@@ -440,7 +440,7 @@ class Coordinator:
     def report_server_lost(self, job_id: str, lease_id: str, loss: ServerLoss) -> None:
         """A rank has lost a server."""
         job = self._jobs.get(job_id)
-        rank = job.lease(lease_id, now=self._clock()).rank
+        rank = job.leases.get(lease_id, now=self._clock()).rank
         self._recoveries.server_reported(job, rank, loss)
 
     def report_progress(
@@ -448,7 +448,7 @@ class Coordinator:
     ) -> None:
         """A rank answers the recovery of ``epoch``."""
         job = self._jobs.get(job_id)
-        rank = job.lease(lease_id, now=self._clock()).rank
+        rank = job.leases.get(lease_id, now=self._clock()).rank
         self._recoveries.answer(job, rank, epoch, steps)
 
     def job(self, job_id: str) -> Job:
@@ -470,7 +470,7 @@ class Coordinator:
             self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
             lost = self._membership.lost_ranks(job.job_id)
-            gone = job.gone_ranks(self._patience(lost), now=now)
+            gone = job.leases.gone(self._patience(lost), now=now)
             if gone:
                 for _ in gone:
                     self._metrics.lease_expired("rank")
@@ -480,7 +480,7 @@ class Coordinator:
                 )
                 self._close(job, f"no sign of life from {names}; see its log")
                 continue
-            absent = [rank for rank in job.absent_ranks if rank in lost]
+            absent = sorted(job.leases.absent & lost.keys())
             if absent and now - job.reopened_at > self._settings.lost_rank_seconds:
                 self._close(
                     job,
@@ -503,7 +503,7 @@ class Coordinator:
     @property
     def _n_leases(self) -> int:
         servers = sum(member.in_place is None for member in self._membership.members())
-        return servers + sum(len(job.joined_ranks) for job in self._jobs.open_jobs())
+        return servers + sum(len(job.leases.joined) for job in self._jobs.open_jobs())
 
     def _hear(self) -> None:
         """Note a call. If no member could call for a while, all leases begin again: the others have
@@ -515,7 +515,7 @@ class Coordinator:
             logger.warning("nobody was heard for %.1f s; all leases begin anew", silent_seconds)
             self._membership.renew_all(now=now)
             for job in self._jobs.open_jobs():
-                job.renew_all(now=now)
+                job.leases.renew_all(now=now)
 
     def _hear_and_sweep(self) -> None:
         self._hear()

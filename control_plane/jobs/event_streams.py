@@ -66,7 +66,7 @@ class EventStreams:
 
     def send_to_ranks(self, job: Job, event: jobs_pb2.PlanEvent) -> None:
         """Queues ``event`` for all ranks of ``job``."""
-        for rank in job.joined_ranks:
+        for rank in job.leases.joined:
             self.send_to_rank(job, rank, event)
 
     def send_to_server(self, member: Member, event: jobs_pb2.PlanEvent) -> None:

@@ -21,7 +21,7 @@ from control_plane.errors import (
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
-from control_plane.jobs.rank_leases import Patience, RankLease, RankLeases
+from control_plane.jobs.rank_leases import RankLeases
 from control_plane.jobs.recovery import Answers, JobRecovery, StepProgress, is_finished
 from control_plane.jobs.server_speeds import ServerSpeeds
 from control_plane.jobs.step import (
@@ -49,14 +49,13 @@ def kept_bytes(manifest: RankManifest) -> int:
 class Job:
     """One job, from its first rank's joining to its closing.
 
-    Methods that are given a lease raise LeaseExpiredError where it has expired or is unknown.
-
     Attributes:
         job_id: names it, unique also among jobs of the same name.
         spec: what its ranks agree on.
         key: checks the tokens of its ranks; secret.
         owner: the identity that opened it, and that every rank must have.
         closed: None while it is open; else why it was closed, empty if every rank has finished.
+        leases: its ranks.
         recovery: its epochs.
         quarantine: pool servers that it does not use now.
         speeds: what was learned of its servers.
@@ -94,7 +93,7 @@ class Job:
         self.reopened_at = reopened_at
         self.return_by = return_by
         self.is_at_home = False
-        self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
+        self.leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._groups = TensorParallelGroups()
         self._pending: dict[int, PendingStep] = {}
         # With all manifests, and without a plan that counts.
@@ -130,33 +129,21 @@ class Job:
             SpecMismatchError: the job has another spec.
             AlreadyExistsError: the rank has joined it.
         """
-        if self.has_left(rank):
+        if rank in self.leases.left:
             return False
-        is_over = self._leases.is_broken
+        is_over = self.leases.is_broken
         differs = bool(self.spec.differences(spec))
         if differs and (self._gathers or not replace) and not is_over:
             raise self._mismatch(rank, spec)
-        why = None if differs else self._leases.why_taken(rank)
+        why = None if differs else self.leases.why_taken(rank)
         if why is not None and not is_over and not replace:
             raise AlreadyExistsError(f"{why}, and lives")
         return not (is_over or differs or why)
 
-    def watched_by(self, rank: int) -> None:
-        """A rank has opened its stream of events."""
-        lease = self._leases.of_rank(rank)
-        if lease is not None:
-            lease.has_watched, lease.away_since = True, None
-
-    def stream_broken(self, rank: int, *, now: float) -> None:
-        """A rank's stream of events has broken: its process is gone, or its connection."""
-        lease = self._leases.of_rank(rank)
-        if lease is not None:
-            lease.away_since = now
-
     def join(self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()) -> None:
         """A rank joins, as one of the tensor-parallel ``group``."""
         self._groups.check(rank, group)
-        self._leases.join(rank, host=host, lease_id=lease_id, now=now)
+        self.leases.join(rank, host=host, lease_id=lease_id, now=now)
         self._groups.add(rank, group)
         self._refused.pop(rank, None)
 
@@ -171,43 +158,23 @@ class Job:
     ) -> None:
         """A rank that has lost its lease comes back."""
         self._groups.check(rank, group)
-        self._leases.come_back(rank, host=host, lease_id=lease_id, now=now)
+        self.leases.come_back(rank, host=host, lease_id=lease_id, now=now)
         self._groups.add(rank, group)
-
-    def renew(self, lease_id: str, *, now: float) -> None:
-        """Renews a rank's lease."""
-        self._leases.renew(lease_id, now=now)
 
     def went_on(self, lease_id: str, next_step: int) -> bool:
         """A rank has left the steps before ``next_step`` behind; returns whether that is new."""
-        rank = self._leases.rank_of(lease_id)
+        rank = self.leases.rank_of(lease_id)
         if rank is None or next_step <= self._next_step.get(rank, 0):
             return False
         self._next_step[rank] = next_step
         return True
 
-    def renew_all(self, *, now: float) -> None:
-        """Begin all leases again."""
-        self._leases.renew_all(now=now)
-
-    def lease(self, lease_id: str, *, now: float) -> RankLease:
-        """The rank that holds ``lease_id``."""
-        return self._leases.get(lease_id, now=now)
-
-    def rank_of(self, lease_id: str) -> int | None:
-        """The rank that holds ``lease_id``, expired or not; None if none does."""
-        return self._leases.rank_of(lease_id)
-
-    def gone_ranks(self, patience: Patience, *, now: float) -> list[RankLease]:
-        """The ranks that count as dead, in rank order; see :meth:`RankLeases.gone`."""
-        return self._leases.gone(patience, now=now)
-
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank."""
-        rank = self._leases.leave(lease_id, now=now)
+        rank = self.leases.leave(lease_id, now=now)
         if error:
             self.closed = f"rank {rank} failed: {error}"
-        elif not self.joined_ranks and not self.absent_ranks:
+        elif not self.leases.joined and not self.leases.absent:
             self.closed = ""
         return rank
 
@@ -229,7 +196,7 @@ class Job:
         now: float,
     ) -> None:
         """Stores what a rank holds in a coming step. Repeating a submission changes nothing."""
-        rank = self.lease(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=now).rank
         self._check_manifest(rank, manifest)
         if manifest.step <= self._finished_step:
             # From a rank that has come back, and has not heard yet that all are through with it.
@@ -328,7 +295,7 @@ class Job:
         """Stores what a rank measured; returns whether that is new, and not a repetition. During a
         recovery it may be of a step whose plan is not known here: that is only finished.
         """
-        rank = self.lease(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=now).rank
         if measured.rank != rank:
             raise InvalidRequestError(
                 f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
@@ -345,7 +312,7 @@ class Job:
 
     def give_up(self, lease_id: str, step: int, reason: str, *, now: float) -> int:
         """A rank leaves ``step`` before it is complete; returns the rank."""
-        rank = self.lease(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=now).rank
         if step > self._finished_step:
             given_up = self._given_up.setdefault(rank, {})
             if step not in given_up and len(given_up) >= self._max_pending_steps:
@@ -359,7 +326,7 @@ class Job:
 
     def has_sent(self, lease_id: str, step: int, sent_ticks: Sequence[int]) -> None:
         """A rank has sent so many ticks of each nano-batch of ``step``."""
-        rank = self._leases.rank_of(lease_id)
+        rank = self.leases.rank_of(lease_id)
         if rank is not None:
             self._check_sent(rank, sent_ticks)
             self._waits.has_sent(rank, step, sent_ticks)
@@ -368,7 +335,7 @@ class Job:
         """A rank has waited long for a tick; the different orders of it and another rank, in words,
         or nothing.
         """
-        rank = self.lease(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=now).rank
         self._check_sent(rank, wait.sent_ticks, wait.nano_batch)
         if self.is_recovering or wait.step not in self._planned:
             return ""
@@ -390,7 +357,7 @@ class Job:
         return step in self._planned and any(
             last < step
             for other, last in self._last_reported.items()
-            if other != rank and other not in self._leases.left
+            if other != rank and other not in self.leases.left
         )
 
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
@@ -437,7 +404,7 @@ class Job:
             if any(
                 record.step > last
                 for rank, last in self._last_reported.items()
-                if rank not in self._leases.left
+                if rank not in self.leases.left
             )
         ]
 
@@ -454,7 +421,7 @@ class Job:
     def take_finished(self) -> int | None:
         """The last step that every rank has finished, as it has those before; None if that is
         known already. What is known of those steps beside their plans is forgotten."""
-        left = self._leases.left
+        left = self.leases.left
         # Asked after every call of a rank: the first that is behind is the answer.
         if any(
             last <= self._finished_step and rank not in left
@@ -541,28 +508,9 @@ class Job:
         )
 
     @property
-    def joined_ranks(self) -> list[int]:
-        """The ranks that hold a lease."""
-        return self._leases.joined
-
-    @property
     def known_ranks(self) -> list[int]:
         """The ranks that have joined, whether or not they have left since."""
-        return sorted({*self._leases.joined, *self._leases.left})
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether ``rank`` has left; others may still finish their steps."""
-        return rank in self._leases.left
-
-    @property
-    def away_ranks(self) -> list[int]:
-        """The ranks that hold a lease, and whose stream of events has broken."""
-        return self._leases.away
-
-    @property
-    def absent_ranks(self) -> list[int]:
-        """The ranks that are to come back after the control plane was away."""
-        return sorted(self._leases.absent)
+        return sorted({*self.leases.joined, *self.leases.left})
 
     @property
     def is_recovering(self) -> bool:
@@ -579,11 +527,6 @@ class Job:
     def finished_step(self) -> int:
         """The last step that every rank has finished, or -1."""
         return self._finished_step
-
-    @property
-    def rank_hosts(self) -> tuple[str, ...] | None:
-        """The host of every rank; None unless all have joined and none has left."""
-        return self._leases.hosts
 
     @property
     def n_pending_steps(self) -> int:
@@ -606,7 +549,7 @@ class Job:
     @property
     def _gathers(self) -> bool:
         """Return whether ranks are still to join for the first time."""
-        return not self.is_resumed and self._leases.gather
+        return not self.is_resumed and self.leases.gather
 
     def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
         named = spec.transport != self.spec.transport
@@ -621,7 +564,7 @@ class Job:
         self._accepted.pop(step, None)
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
-        gone = sorted(self._leases.left - pending.manifests.keys())
+        gone = sorted(self.leases.left - pending.manifests.keys())
         if gone:
             return FailedStep(
                 step,
@@ -688,7 +631,7 @@ class Job:
             and steps[ready.step].done
             and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
         }
-        return given_up | dict.fromkeys(self._leases.left, "has left the job")
+        return given_up | dict.fromkeys(self.leases.left, "has left the job")
 
     def _why_given_up(self, rank: int, step: int) -> str:
         return self._given_up.get(rank, {}).get(step, "it left it out")

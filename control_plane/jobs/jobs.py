@@ -77,7 +77,7 @@ class Jobs:
         """A rank's stream of events has broken; nothing if the job is not open any more."""
         job = self._open.get(job_id)
         if job is not None:
-            job.stream_broken(rank, now=now)
+            job.leases.stream_broken(rank, now=now)
 
     def create(
         self,

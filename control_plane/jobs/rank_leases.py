@@ -156,6 +156,18 @@ class RankLeases:
                 return lease
         return None
 
+    def watched_by(self, rank: int) -> None:
+        """Note that a rank has opened its stream of events."""
+        lease = self.of_rank(rank)
+        if lease is not None:
+            lease.has_watched, lease.away_since = True, None
+
+    def stream_broken(self, rank: int, *, now: float) -> None:
+        """Note that a rank's stream of events has broken: its process is gone, or its network."""
+        lease = self.of_rank(rank)
+        if lease is not None:
+            lease.away_since = now
+
     def rank_of(self, lease_id: str) -> int | None:
         """The rank that holds ``lease_id``, expired or not; None if none does."""
         lease = self._by_id.get(lease_id)

@@ -118,7 +118,7 @@ class Recoveries:
     def rank_came_back(self, job: Job) -> None:
         """A rank has opened the job again; when all have, and servers have had the time to
         register, the control plane asks where they are."""
-        if not job.absent_ranks and job.is_recovering and not job.recovery.began:
+        if not job.leases.absent and job.is_recovering and not job.recovery.began:
             self._call_for(job, "the control plane has been away")
 
     def answer(self, job: Job, rank: int, epoch: int, steps: Sequence[StepProgress]) -> None:
@@ -130,7 +130,7 @@ class Recoveries:
     def advance(self, job: Job) -> None:
         """End the recovery of ``job`` if no answer is missing any more; sends the ranks the last
         step that all have finished."""
-        if job.recovery.runs and not job.recovery.missing(job.joined_ranks):
+        if job.recovery.runs and not job.recovery.missing(job.leases.joined):
             self._end(job)
         finished = job.take_finished()
         if finished is not None:
@@ -140,13 +140,14 @@ class Recoveries:
         """Acts on what has taken too long."""
         now = self._clock()
         for job in self._jobs.open_jobs():
-            if job.absent_ranks and now > job.return_by:
+            if job.leases.absent and now > job.return_by:
                 self._close(
                     job,
-                    f"ranks {job.absent_ranks} have not come back since the control plane was away",
+                    f"ranks {sorted(job.leases.absent)} have not come back since the control plane "
+                    "was away",
                 )
             elif job.recovery.runs and now > job.recovery.began_at + self._settings.answer_seconds:
-                missing = job.recovery.missing(job.joined_ranks)
+                missing = job.recovery.missing(job.leases.joined)
                 where = self._membership.where_ranks_stand(job.job_id, missing)
                 self._close(
                     job,

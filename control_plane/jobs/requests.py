@@ -273,13 +273,13 @@ def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
     """A job's state, for people."""
     return jobs_pb2.DescribeJobResponse(
         spec=spec_to_proto(job.spec),
-        joined_ranks=job.joined_ranks,
+        joined_ranks=job.leases.joined,
         pending_steps=[
             jobs_pb2.PendingStep(step=step, missing_ranks=missing)
             for step, missing in job.pending_steps.items()
         ],
         planned_step=-1 if job.planned_step is None else job.planned_step,
-        away_ranks=job.away_ranks,
+        away_ranks=job.leases.away,
     )
 
 

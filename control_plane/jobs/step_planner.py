@@ -136,7 +136,7 @@ def _maker(
 ) -> Callable[[], Publication]:
     """The work of the planning thread: values only, nothing that the event loop changes."""
     job_id = job.job_id
-    options = replace(job.spec.options, rank_hosts=job.rank_hosts, pipelining=job.spec.pipelining)
+    options = replace(job.spec.options, rank_hosts=job.leases.hosts, pipelining=job.spec.pipelining)
     spec = replace(job.spec, options=options)
     servers = planning_servers(
         members,

@@ -140,7 +140,7 @@ class JobMetrics:
     def ranks_changed(self, jobs: Iterable[Job]) -> None:
         """A rank came or went."""
         for job in jobs:
-            self._series.job_ranks.labels(job.spec.name, "joined").set(len(job.joined_ranks))
+            self._series.job_ranks.labels(job.spec.name, "joined").set(len(job.leases.joined))
 
     def manifest_received(self, job: Job) -> None:
         """A rank handed in a manifest."""

@@ -112,7 +112,7 @@ class Metrics:
     def ranks_changed(self, jobs: Iterable[Job]) -> None:
         """A rank came or went; ``jobs`` are those that are open."""
         jobs = list(jobs)
-        self._series.leases.labels("rank").set(sum(len(job.joined_ranks) for job in jobs))
+        self._series.leases.labels("rank").set(sum(len(job.leases.joined) for job in jobs))
         self.jobs.ranks_changed(jobs)
 
     def subscribers_changed(self, *, ranks: int, servers: int) -> None:

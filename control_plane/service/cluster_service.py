@@ -68,7 +68,7 @@ def job_status(job: Job) -> cluster_pb2.JobStatus:
         placement=spec.placement,
         tolerance=spec.tolerance,
         n_ranks=spec.n_ranks,
-        n_joined_ranks=len(job.joined_ranks),
+        n_joined_ranks=len(job.leases.joined),
         planned_step=-1 if job.planned_step is None else job.planned_step,
         finished_step=job.finished_step,
         epoch=job.epoch,

@@ -192,7 +192,7 @@ def test_a_standby_is_found_at_the_next_address(tmp_path: Path) -> None:
             leading.close()
             for rank in ranks:
                 rank.receives(("recover", []))
-            assert second.coordinator.job(ranks[0].link.job_id).joined_ranks == [0, 1]
+            assert second.coordinator.job(ranks[0].link.job_id).leases.joined == [0, 1]
 
 
 def test_a_control_plane_that_stays_away_ends_the_job() -> None:

@@ -72,7 +72,7 @@ def test_ranks_started_again_after_a_kill_train_at_once(
     old_id = open_all(before)
     kill(*before)
     again = started(control_plane, stack)
-    eventually(lambda: control_plane.coordinator.job(old_id).away_ranks == [0, 1])
+    eventually(lambda: control_plane.coordinator.job(old_id).leases.away == [0, 1])
     assert open_all(again) != old_id
     client.register("s0")
     submit_all(again, 0)
@@ -86,7 +86,7 @@ def test_one_rank_is_killed_and_all_are_started_again(
     before = started(control_plane, stack)
     old_id = open_all(before)
     kill(before[1])
-    eventually(lambda: control_plane.coordinator.job(old_id).away_ranks == [1])
+    eventually(lambda: control_plane.coordinator.job(old_id).leases.away == [1])
     assert open_all(started(control_plane, stack)) != old_id
     eventually(lambda: before[0].link.failure is not None)
 

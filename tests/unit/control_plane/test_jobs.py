@@ -220,25 +220,25 @@ def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -
 
 
 def test_rank_leases_run_out_one_by_one(job: Job) -> None:
-    job.renew("L1", now=8.0)
-    assert job.gone_ranks(Patience(), now=10.0) == []
-    assert [lease.rank for lease in job.gone_ranks(Patience(), now=10.1)] == [0]
+    job.leases.renew("L1", now=8.0)
+    assert job.leases.gone(Patience(), now=10.0) == []
+    assert [lease.rank for lease in job.leases.gone(Patience(), now=10.1)] == [0]
     with pytest.raises(LeaseExpiredError, match="the lease that came"):
-        job.renew("L0", now=10.1)
+        job.leases.renew("L0", now=10.1)
     with pytest.raises(LeaseExpiredError):
         submit(job, 0, 0, now=10.1)
-    assert [lease.rank for lease in job.gone_ranks(Patience(), now=18.1)] == [0, 1]
+    assert [lease.rank for lease in job.leases.gone(Patience(), now=18.1)] == [0, 1]
 
 
 BROKEN = Patience(broken_seconds=4.0, lost_seconds=1.0)
 
 
 def gone(job: Job, patience: Patience, now: float) -> list[int]:
-    return [lease.rank for lease in job.gone_ranks(patience, now=now)]
+    return [lease.rank for lease in job.leases.gone(patience, now=now)]
 
 
 def test_rank_whose_stream_broke_is_waited_for_less_long_than_its_lease(job: Job) -> None:
-    job.stream_broken(1, now=1.0)
+    job.leases.stream_broken(1, now=1.0)
     assert gone(job, BROKEN, 5.0) == []
     assert gone(job, BROKEN, 5.1) == [1]
     assert gone(job, Patience(), 5.1) == []
@@ -246,11 +246,11 @@ def test_rank_whose_stream_broke_is_waited_for_less_long_than_its_lease(job: Job
 
 @pytest.mark.parametrize("sign", ["renewal", "stream"])
 def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> None:
-    job.stream_broken(1, now=1.0)
+    job.leases.stream_broken(1, now=1.0)
     if sign == "renewal":
-        job.renew("L1", now=2.0)
+        job.leases.renew("L1", now=2.0)
     else:
-        job.watched_by(1)
+        job.leases.watched_by(1)
     assert gone(job, BROKEN, 9.0) == []
 
 
@@ -260,7 +260,7 @@ def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> No
 def test_rank_that_servers_lost_too_is_waited_for_even_less(
     job: Job, told_at: float, dead_after: float
 ) -> None:
-    job.stream_broken(1, now=1.0)
+    job.leases.stream_broken(1, now=1.0)
     patience = replace(BROKEN, lost={1: told_at, 0: told_at})
     assert gone(job, patience, 1.0 + dead_after) == []
     # Rank 0 has its stream: whatever servers say, it lives.
@@ -268,7 +268,7 @@ def test_rank_that_servers_lost_too_is_waited_for_even_less(
 
 
 def test_rank_joins_once(job: Job) -> None:
-    job.watched_by(0)
+    job.leases.watched_by(0)
     with pytest.raises(AlreadyExistsError):
         job.join(0, host="x", lease_id="X", now=1.0)
     with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
@@ -377,11 +377,11 @@ def test_who_opens_the_name_of_a_job_joins_follows_or_is_refused(jobs: Jobs, ask
     job = jobs.create(spec(), job_id="train-1", key=b"t")
     for rank in range(asked.n_joined):
         job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
-        job.watched_by(rank)
+        job.leases.watched_by(rank)
     for rank in asked.broken:
-        job.stream_broken(rank, now=1.0)
+        job.leases.stream_broken(rank, now=1.0)
         if asked.heard:
-            job.renew(f"L{rank}", now=2.0)
+            job.leases.renew(f"L{rank}", now=2.0)
     if asked.has_left:
         job.leave(f"L{asked.rank}", error="", now=1.0)
 
@@ -401,8 +401,8 @@ def test_a_rank_that_never_watched_gives_its_place_up(jobs: Jobs) -> None:
         assert job.has_place_for(spec(), 0, replace=False)
         job.join(0, host="h0", lease_id=lease_id, now=0.0)
     with pytest.raises(LeaseExpiredError):
-        job.renew("lost", now=1.0)
-    job.renew("L0", now=1.0)
+        job.leases.renew("lost", now=1.0)
+    job.leases.renew("L0", now=1.0)
 
 
 def test_a_job_whose_ranks_are_to_come_back_makes_place(jobs: Jobs) -> None:
@@ -502,11 +502,11 @@ def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
 def test_ranks_hosts_are_known_once_all_have_joined(jobs: Jobs) -> None:
     job = jobs.create(spec(), job_id="train-2", key=b"t")
     job.join(1, host="b", lease_id="L1", now=0.0)
-    assert job.rank_hosts is None
+    assert job.leases.hosts is None
     job.join(0, host="a", lease_id="L0", now=0.0)
-    assert job.rank_hosts == ("a", "b")
+    assert job.leases.hosts == ("a", "b")
     job.leave("L1", error="", now=0.0)
-    assert job.rank_hosts is None
+    assert job.leases.hosts is None
 
 
 def test_step_that_cannot_be_planned_again_has_no_plan_any_more(job: Job) -> None:

@@ -53,8 +53,7 @@ class Case:
             recovery=JobRecovery(EPOCH),
             is_recovering=False,
             closed=None,
-            absent_ranks=[],
-            joined_ranks=[0, 1],
+            leases=Mock(absent=set(), joined=[0, 1]),
         )
         self.job.spec.placement = placement
         self.job.take_finished.return_value = None
@@ -151,7 +150,7 @@ def test_ranks_that_have_all_come_back_are_asked_where_they_are(
     absent: list[int], recovering: bool, began: bool, begins: bool
 ) -> None:
     case = Case()
-    case.job.absent_ranks, case.job.is_recovering = absent, recovering
+    case.job.leases.absent, case.job.is_recovering = absent, recovering
     if began:
         case.job.recovery.begin(now=99.0)
     due = case.run(lambda recoveries: recoveries.rank_came_back(case.job))
@@ -238,7 +237,7 @@ def test_a_rank_that_does_not_answer_or_come_back_closes_the_job() -> None:
     case.now.seconds += 1.0
     case.run(Recoveries.sweep)
     assert "ranks [0, 1] have not said in" in case.closed.pop()
-    case.job.absent_ranks, case.job.return_by = [1], case.now.seconds - 1.0
+    case.job.leases.absent, case.job.return_by = [1], case.now.seconds - 1.0
     case.run(Recoveries.sweep)
     assert "ranks [1] have not come back" in case.closed.pop()
 
