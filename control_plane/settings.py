@@ -125,9 +125,8 @@ class AccessSettings:
         Path | None,
         typer.Option(
             "--token-secret",
-            help="File of 32 random bytes or more that jobs' tokens are derived from: with it they "
-            "stay good when the control plane starts again; default: one that is kept in the state "
-            "folder, or without that a new one each time.",
+            help="File of at least 32 random bytes that jobs' tokens derive from. Default: one in "
+            "the state folder, or a new one at each start.",
             envvar="DISTCA_TOKEN_SECRET",
         ),
     ] = None
@@ -179,8 +178,7 @@ class ControlPlaneSettings:
         Path | None,
         typer.Option(
             help="Folder for what must outlive the process: a token secret and the number of its "
-            "starts; without it, starts are told apart by the time, and jobs end with the process "
-            "unless --token-secret is given.",
+            "starts. Without it or --token-secret jobs end with the process.",
             envvar="DISTCA_STATE_DIR",
         ),
     ] = None

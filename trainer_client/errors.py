@@ -1,4 +1,4 @@
-"""What can go wrong in a session. Mistakes in arguments are ValueErrors; these are failures."""
+"""Failures of a session. Mistakes in arguments are ValueErrors; these are failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of one trainer rank.
 
 Every series carries the job's name and the rank, one value each in a process. By default sums over
-servers are told; what each server ran for the rank is in a registry of its own, for whoever asks
+servers are exported; what each server ran for the rank is in a registry of its own
 (:class:`PairTable`), while the rank is connected to the server.
 """
 
@@ -19,16 +19,16 @@ OWN_PROCESS = "none"
 """Label ``transport`` of rows that do not travel: those of the rank's own in-place server."""
 
 REPLAYED_ON = ("server", "home")
-"""Where a lost server's ticks run again."""
+"""The places where a lost server's ticks run again."""
 AUDIT_RESULTS = ("equal", "different")
-"""What recomputing a task at home showed."""
+"""Outcomes of recomputing a task at home."""
 CORRUPTIONS = ("checksum", "not_finite", "audit")
-"""What showed that a result is wrong."""
+"""Checks that show that a result is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTasks:
-    """What one server ran for this rank in one step and phase.
+    """Tasks that one server ran for this rank in one step and phase.
 
     Attributes:
         server_id: the server.
@@ -70,7 +70,7 @@ _ROWS = Label("kind", ("q", "kv"))
 
 
 class TrainerTable(Table):
-    """What a rank has run and waited for."""
+    """The metrics of what a rank has run and waited for."""
 
     prefix = _PREFIX
 
@@ -143,7 +143,7 @@ class TrainerTable(Table):
 
 
 class PairTable(Table):
-    """What each server ran for a rank, for whoever asks."""
+    """The metrics of what each server ran for a rank, served on request."""
 
     prefix = _PREFIX
 
@@ -165,12 +165,12 @@ class PairTable(Table):
 
 
 class TrainerMetrics:
-    """What one rank has run and waited for. Thread-safe.
+    """Metrics of what one rank has run and waited for. Thread-safe.
 
     Args:
         registry: of the session.
         job_name, rank: values of the labels of every series.
-        pairs: where the series of each server appear; None tells them nowhere.
+        pairs: where the series of each server appear; None exports them nowhere.
     """
 
     def __init__(

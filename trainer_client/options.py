@@ -41,7 +41,7 @@ from distca.contract.timeouts import check_order, default_seconds, known_timeout
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
-    """What a rank must know to join a job; timeouts, planning, integrity and TLS are described
+    """Options with which a rank joins a job; timeouts, planning, integrity and TLS are described
     where they are declared, in :mod:`distca.contract.settings`.
 
     Attributes:
@@ -87,8 +87,8 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             failure is recovered from; they take as much memory as the activations that they are.
             Ranks that gather sharded weights layer by layer cannot drift apart: 3 is enough.
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
-        min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that
-            the metrics tell; 0 is no floor.
+        min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that the
+            metrics show; 0 is no floor.
         metrics_port: port of ``/metrics`` for Prometheus; 0 takes any free one, None serves none
             (``Session.metrics_registry`` is there for your own endpoint, and
             ``Session.pairs_registry`` with the series of every server).
@@ -179,7 +179,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
 
     @property
     def checks_results(self) -> bool:
-        """Whether servers' results are looked at for NaN and Inf."""
+        """True if servers' results are looked at for NaN and Inf."""
         return self.device == "cpu" if self.check_results is None else self.check_results
 
     @property
@@ -192,7 +192,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
 
     @property
     def scale(self) -> float:
-        """What multiplies q.k before the softmax."""
+        """The factor of q.k before the softmax."""
         return (
             self.shape.default_softmax_scale if self.softmax_scale is None else self.softmax_scale
         )

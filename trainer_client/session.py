@@ -62,7 +62,7 @@ _PLACEMENTS = {
 }
 _SERVING_CHECK_SECONDS = 1e-3
 _DEVICE_SECONDS = 1.0
-"""For a GPU to come to the last wait of a step that its thread has left behind."""
+"""How long to wait for the GPU to finish a step that the host thread has already left."""
 
 
 class _ServerHost(Host):
@@ -234,7 +234,8 @@ class Session:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where this rank's metrics are served over HTTP, under ``/metrics``; None: nowhere."""
+        """The port where this rank's metrics are served over HTTP, under ``/metrics``; None:
+        nowhere."""
         return None if self._endpoint is None else self._endpoint.port
 
     @property
@@ -243,7 +244,7 @@ class Session:
         return max(self._handed_in | {self._last_step}) + 1
 
     def is_past(self, step: int) -> bool:
-        """Whether ``step``, or a later one, has begun: then it cannot begin any more."""
+        """Returns whether ``step``, or a later one, has begun: then it cannot begin any more."""
         return step <= self._last_step
 
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
@@ -288,8 +289,8 @@ class Session:
         Raises:
             SessionError: it is not after the last step begun, or inside another one, or the block
                 ended before the step was complete; see :meth:`RunningStep.check_ended`.
-            ValueError: what a model of transformers was given tells of other documents than the
-                manifest, and was on a GPU until now.
+            ValueError: a model of transformers was given other documents than the manifest has, and
+                was on a GPU until now.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
             SessionClosed: the job ended; also in the place of another RuntimeError, such as that of
@@ -298,9 +299,8 @@ class Session:
         self._check_process()
         if self._entered is not None:
             raise SessionError(
-                f"step {step} is begun inside step {self._entered}; servers and other ranks "
-                "would wait for the end of that one. Evaluate after it, or under torch.no_grad "
-                "outside of any step, which is computed at home"
+                f"step {step} is begun inside step {self._entered}, which others wait for; "
+                "evaluate after it, or under torch.no_grad outside of any step"
             )
         if step <= self._last_step:
             raise SessionError(
@@ -358,16 +358,15 @@ class Session:
             self._leave(error)
 
     def _is_fork(self) -> bool:
-        """Whether this process inherited the session: without its threads, and gRPC's locks as they
-        happened to be."""
+        """Returns whether this process inherited the session: without its threads, and gRPC's locks
+        as they happened to be."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
         if self._is_fork():
             raise SessionError(
                 f"the session belongs to process {self._process}, and this is its fork "
-                f"{os.getpid()}: its threads and connections stayed there. Use it there, and let "
-                "forks, such as workers of a DataLoader, make batches alone"
+                f"{os.getpid()}; let forks, such as workers of a DataLoader, make batches alone"
             )
 
     def _leave(self, error: str) -> None:
@@ -461,7 +460,8 @@ class Session:
         self._await_end(lambda: self._is_serving(last) or self._steps.may_be_asked(last))
 
     def _is_serving(self, last: int) -> bool:
-        """Whether this process's server owes another rank something of a step up to ``last``."""
+        """Returns whether this process's server owes another rank something of a step up to
+        ``last``."""
         return self._in_place.ticks.is_serving(last)
 
     def _await_end(self, is_needed: Callable[[], bool]) -> None:
@@ -546,7 +546,8 @@ class Session:
         )
 
     def _waits_of(self, running: RunningStep) -> Sequence[TickWait] | None:
-        """How long the step's ticks held up the rank; None if a GPU does not tell in time."""
+        """Returns how long the step's ticks held up the rank; None if a GPU does not report it in
+        time."""
         if not self._runs_ahead:
             return running.waits
         # A step that failed may have left the device with work that never ends.

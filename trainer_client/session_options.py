@@ -13,7 +13,7 @@ from trainer_client.options import RankOptions
 
 
 class SessionOptions(RankOptions):
-    """What a rank must know to join a job; the options are those of :class:`RankOptions`."""
+    """Options with which a rank joins a job: those of :class:`RankOptions`."""
 
     @classmethod
     def for_model(
