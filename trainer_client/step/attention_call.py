@@ -7,6 +7,8 @@ computes something else: with ping-pong, the other nano-batch.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from core_attention.ca_task import Phase
@@ -49,7 +51,6 @@ class AttentionCall:
         self._nano_batch = nano_batch
         self._sent: SentTick | None = None
         self._phases_sent: set[Phase] = set()
-        self.lane = f"nano-batch {nano_batch}"
 
     def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends q ``[rows, heads, head_dim]``, k and v ``[rows, heads_kv, head_dim]``, packed
@@ -104,11 +105,12 @@ class AttentionCall:
         if phase is Phase.BACKWARD:
             running.backward_call(self._nano_batch, self._layer)
         self._phases_sent.add(phase)
-        with running.timed(self.lane, "send", _describe(tick)):
-            carried = self._taken_over.rows if self._taken_over is not None else {}
-            self._sent = running.ticks.send(
-                running, tick, inputs, outputs, carried, copies_keys=self._copies_keys
-            )
+        begin = time.perf_counter()
+        carried = self._taken_over.rows if self._taken_over is not None else {}
+        self._sent = running.ticks.send(
+            running, tick, inputs, outputs, carried, copies_keys=self._copies_keys
+        )
+        running.spent("send", tick, begin)
 
     def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
         sent, self._sent = self._sent, None
@@ -117,10 +119,9 @@ class AttentionCall:
                 f"nano-batch {self._nano_batch} layer {self._layer}: {phase} collected before it "
                 "was sent; run backward once, in the step's own block"
             )
-        with self._running.timed(self.lane, "wait", _describe(sent.tick)):
+        begin = time.perf_counter()
+        try:
             self._running.ticks.wait(self._running, sent)
+        finally:
+            self._running.spent("wait", sent.tick, begin)
         return sent.hand_out()
-
-
-def _describe(tick: Tick) -> str:
-    return f"layer {tick.layer} {tick.phase}"

@@ -19,6 +19,7 @@ from core_attention.message import MessageLayout, edge_layout
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from trainer_client.errors import SessionError
+from trainer_client.step.handed_over import add_rows, rows_of
 from trainer_client.step.neighbours import EdgeMessage, Neighbours
 from trainer_client.step.replies import Tensors
 
@@ -91,10 +92,7 @@ class EdgeCall:
             v: ``[rows, num_heads_kv, head_dim_v]``, likewise.
         """
         for keys in self.given:
-            rows = {
-                name: torch.cat([tensor[begin : begin + length] for begin, length in keys.runs])
-                for name, tensor in (("k", k), ("v", v))
-            }
+            rows = {"k": rows_of(k, keys.runs), "v": rows_of(v, keys.runs)}
             self._send(keys, Phase.FORWARD, rows)
 
     def take(self) -> None:
@@ -117,11 +115,7 @@ class EdgeCall:
         for keys in self.given:
             found = self._take(keys, Phase.BACKWARD)
             self.exchange.let_go(self._message(keys, Phase.FORWARD))
-            at = 0
-            for begin, length in keys.runs:
-                for name, rows in gradients.items():
-                    rows[begin : begin + length] += found[name][at : at + length]
-                at += length
+            add_rows(gradients, found, keys.runs)
 
     def begin_backward(self) -> None:
         """A backward pass has come to the call."""

@@ -40,7 +40,7 @@ class HandedOver:
     ) -> None:
         self._first, self._second = f"nano-batch {nano_batch}", f"nano-batch {nano_batch + 1}"
         self._runs = runs
-        taken = {"k": _take(k.detach(), runs), "v": _take(v.detach(), runs)}
+        taken = {"k": rows_of(k.detach(), runs), "v": rows_of(v.detach(), runs)}
         self._rows: Unwritten | None = Unwritten(self._first, taken, copy=copies)
         self._gradients: Tensors = {}
         self._is_answered, self._is_over = True, False
@@ -72,11 +72,8 @@ class HandedOver:
             raise self._came_twice()
         if not self._is_answered:
             raise self._came_apart()
-        at = 0
-        for begin, length in self._runs if self._gradients else ():
-            for name, rows in gradients.items():
-                rows[begin : begin + length] += self._gradients[name][at : at + length]
-            at += length
+        if self._gradients:
+            add_rows(gradients, self._gradients, self._runs)
         self._rows, self._gradients, self._is_over = None, {}, True
 
     def _came_apart(self) -> SessionError:
@@ -92,8 +89,18 @@ class HandedOver:
         )
 
 
-def _take(rows: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The rows of ``runs``; ``rows`` itself, and no copy of it, if that is all of them in order."""
+def rows_of(rows: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The rows of ``runs``, each (first row, rows); ``rows`` itself, and no copy of it, if that is
+    all of them in order."""
     if len(runs) == 1 and runs[0] == (0, len(rows)):
         return rows
     return torch.cat([rows[begin : begin + length] for begin, length in runs])
+
+
+def add_rows(gradients: Tensors, found: Tensors, runs: Sequence[tuple[int, int]]) -> None:
+    """Adds what was ``found`` for the rows of ``runs``, one run after another, to ``gradients``."""
+    at = 0
+    for begin, length in runs:
+        for name, rows in gradients.items():
+            rows[begin : begin + length] += found[name][at : at + length]
+        at += length

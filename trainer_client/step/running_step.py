@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
 
@@ -350,19 +349,16 @@ class RunningStep:
             needed &= asks[held.document] & (held.offset < last[held.document])
         return [int(rank) for rank in np.unique(held.rank[needed])]
 
-    @contextmanager
-    def timed(self, lane: str, name: str, detail: str = "") -> Iterator[None]:
-        """Records a :class:`TraceEvent` around a block."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            self.record(lane, name, begin, end, detail)
-            if name == "wait":
-                self.wait_seconds += end - begin
-            elif name == "send":
-                self.send_seconds += end - begin
+    def spent(self, name: str, tick: Tick, begin: float) -> None:
+        """The rank's thread was in the ``"send"`` or ``"wait"`` of ``tick`` since ``begin``, on
+        ``time.perf_counter``'s clock."""
+        end = time.perf_counter()
+        detail = f"layer {tick.layer} {tick.phase}"
+        self.record(f"nano-batch {tick.nano_batch}", name, begin, end, detail)
+        if name == "wait":
+            self.wait_seconds += end - begin
+        else:
+            self.send_seconds += end - begin
 
     def record(self, lane: str, name: str, begin: float, end: float, detail: str = "") -> None:
         """Adds an event with times on ``time.perf_counter``'s clock."""
