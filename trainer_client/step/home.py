@@ -151,21 +151,26 @@ def _by_keys(
     if len(call.tasks.edge_tasks):
         if call.edges is not None and not call.edges.rows:
             call.edges.take()
-        edge = {name: _edge_rows(call, name, rows) for name, rows in _named(k, v)}
+        edge = {name: _edge_rows(call, name, rows) for name, rows in (("k", k), ("v", v))}
         yield edge, call.tasks.edge_tasks
 
 
 def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
     """A copy of the edge keys (``name`` is k), or of their values (v)."""
-    handed = [call.taken_over.rows[name]] if call.taken_over is not None else []
-    taken = [rows[name] for rows in call.edges.rows] if call.edges is not None else []
-    sources = [_Cursor(rows) for rows in (*taken, *handed)]
+    runs = call.tasks.edge_keys
+    sources = dict(enumerate(rows[name] for rows in call.edges.rows)) if call.edges else {}
+    if call.taken_over is not None:
+        sources[-1] = call.taken_over.rows[name]
+    pieces = {
+        source: iter(rows.split([run.length for run in runs if _source(run) == source]))
+        for source, rows in sources.items()
+    }
     return torch.cat(
         [
             own[run.row : run.row + run.length]
             if (source := _source(run)) is None
-            else sources[source].take(run.length)
-            for run in call.tasks.edge_keys
+            else next(pieces[source])
+            for run in runs
         ]
     )
 
@@ -200,23 +205,11 @@ def _source(run: KeyRun) -> int | None:
     return run.taken if run.taken >= 0 or run.is_handed_over else None
 
 
-class _Cursor:
-    """Rows that are taken one run after another."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows, self._at = rows, 0
-
-    def take(self, length: int) -> torch.Tensor:
-        begin, self._at = self._at, self._at + length
-        return self._rows[begin : self._at]
-
-
-def _named(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
-    return ("k", k), ("v", v)
-
-
 def _zero_gradients(k: torch.Tensor, v: torch.Tensor) -> Tensors:
-    return {f"d{name}": torch.zeros_like(rows, dtype=torch.float32) for name, rows in _named(k, v)}
+    return {
+        "dk": torch.zeros_like(k, dtype=torch.float32),
+        "dv": torch.zeros_like(v, dtype=torch.float32),
+    }
 
 
 def output_gradients(
