@@ -499,10 +499,14 @@ class PipelineWay:
 
     def _update(self) -> float:
         parameters = [p for group in self._built.optimizer.param_groups for p in group["params"]]
-        own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = nn.utils.get_total_norm(gradients)
         (squares,) = sum_over_ranks(float(own) ** 2)
         norm = math.sqrt(squares)
-        nn.utils.clip_grads_with_norm_(parameters, MAX_GRADIENT_NORM, torch.tensor(norm))
+        # By a number of Python: a tensor of the host would be copied to the device.
+        factor = min(1.0, MAX_GRADIENT_NORM / (norm + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(factor)
         self._built.optimizer.step()
         return norm
 
