@@ -82,7 +82,7 @@ def _seconds(q: int, kv: int, phase: str) -> float:
 
 def main() -> None:
     root = Path(__file__).resolve().parent.parent
-    make_profile().save(root / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json")
+    make_profile().save(root / "distca/apps/simulator/profiles" / "h200-llama3-8b.json")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PlanServer
 from tests import ROOT
 
-PROFILE = CostProfile.load(ROOT / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json")
+PROFILE = CostProfile.load(ROOT / "distca/apps/simulator/profiles" / "h200-llama3-8b.json")
 SHAPE = PROFILE.shape
 
 

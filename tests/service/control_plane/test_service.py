@@ -152,9 +152,6 @@ def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Clie
     client.register("s0", transport="ucxx")
     with pytest.raises(rpc.FailedPrecondition) as caught:
         client.open(0, job_spec(transport="nixl"))
-    assert "job train uses the transport nixl, and the servers of the pool use ucxx" in str(
-        caught.value
-    )
     assert "--transport=ucxx" in str(caught.value)
     client.register("s1", transport="nixl")
     client.open(0, job_spec(transport="nixl"))
