@@ -1,6 +1,6 @@
 """Alerts that fire, and end, in a real Prometheus, as what they warn of happens to containers.
 
-promtool's tests (tests/monitoring) have the same alerts on series that somebody has written.
+promtool has the same alerts on series that somebody has written (tests/service/monitoring).
 """
 
 from __future__ import annotations

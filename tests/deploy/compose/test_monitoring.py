@@ -117,11 +117,6 @@ def test_every_step_equals_local_attention(observed: Observed) -> None:
     assert verification.passed, verification
 
 
-def test_loss_falls(observed: Observed) -> None:
-    losses = [step.loss for step in observed.record.steps]
-    assert sum(losses[-4:]) / 4 < losses[0] - 1.0, losses
-
-
 def test_prometheus_scrapes_every_target(observed: Observed) -> None:
     by_job = {
         job: [target for target in observed.targets if target["labels"]["job"] == job]

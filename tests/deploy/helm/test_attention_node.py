@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.deploy.helm.chart import (
@@ -90,18 +88,6 @@ def test_an_upgrade_replaces_as_many_pods_as_asked_for(kind: str, field: str) ->
     assert only(own, kind, "attention-node")["spec"][field] == {"type": "OnDelete"}
 
 
-def test_a_daemon_set_has_no_budget_that_its_rollout_would_have_to_keep_to() -> None:
-    settings = [
-        "attentionNode.kind=DaemonSet",
-        "attentionNode.rollout.maxUnavailable=30%",
-        "attentionNode.podDisruptionBudget.maxUnavailable=20%",
-    ]
-    manifests = rendered("", *settings)
-    assert "PodDisruptionBudget" not in kinds(manifests)
-    update = only(manifests, "DaemonSet")["spec"]["updateStrategy"]
-    assert update["rollingUpdate"]["maxUnavailable"] == "30%"
-
-
 def test_a_pool_may_be_a_deployment_that_scales() -> None:
     manifests = rendered("rolling-update-values.yaml")
     workload = only(manifests, "Deployment", "attention-node")
@@ -123,18 +109,6 @@ def test_each_server_gets_a_gpu_and_its_argument_says_so() -> None:
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert server["resources"]["requests"]["nvidia.com/gpu"] == 1
     assert arguments(server)["--device"] == "cuda:0"
-
-
-def test_without_gpus_none_is_asked_for() -> None:
-    server = container(pod("cpu-values.yaml"), "server-0")
-    assert not any("gpu" in name for name in server["resources"]["limits"])
-    assert arguments(server)["--device"] == "cpu"
-
-
-def test_gpu_taints_are_tolerated_by_default() -> None:
-    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod()[
-        "tolerations"
-    ]
 
 
 def test_rdma_is_a_resource_by_value_with_memory_locked_and_ucx_told() -> None:
@@ -163,11 +137,6 @@ def test_node_doctor_and_job_are_given_one_transport(transport: str) -> None:
     }
     expected = [f"--transport={transport}"]
     assert given == {"server-0": expected, "doctor": expected, "node": expected}
-
-
-def test_on_the_cpu_ucx_is_told_of_no_cuda_transport() -> None:
-    env = environment(container(pod("rdma-values.yaml", "gpu.enabled=false"), "server-0"))
-    assert env["UCX_TLS"] == "rc,tcp,self"
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)
@@ -218,14 +187,6 @@ def test_the_address_is_the_pods_own_and_the_name_is_the_pods() -> None:
     assert names.index("DISTCA_CONTROL_PLANE") < len(names)
 
 
-def test_every_variable_in_an_argument_is_defined() -> None:
-    for value_set in VALUE_SETS:
-        for owner, spec in pod_specs(rendered(value_set)):
-            for each in containers(spec):
-                used = set(re.findall(r"\$\((\w+)\)", " ".join(each.get("args", []))))
-                assert used <= set(environment(each)), (value_set, owner, each["name"])
-
-
 def test_the_doctor_sees_the_same_devices_volumes_and_variables_as_the_server() -> None:
     asked = {"DISTCA_HEALTH_ADDRESS"}
     for value_set, of_health in (
@@ -252,10 +213,6 @@ def test_one_doctor_sees_the_devices_of_all_servers() -> None:
     also = [f"--also-device=cuda:{index}" for index in range(1, 8)]
     assert [each for each in doctor["args"] if each.startswith("--also-device")] == also
     assert not any("also-device" in each for each in container(pod(), "doctor")["args"])
-
-
-def test_the_doctor_can_be_left_out() -> None:
-    assert "initContainers" not in pod("", "attentionNode.doctor.enabled=false")
 
 
 @pytest.mark.parametrize("value_set", ["daemonset-values.yaml", "mtls-own-authority-values.yaml"])
@@ -300,24 +257,3 @@ def test_keda_asks_prometheus_for_the_queue_of_these_pods() -> None:
     query = f"sum(rate(distca_attention_node_queue_seconds_total{of_these}[2m]))"
     assert trigger["metadata"]["query"] == query
     assert trigger["metadata"]["threshold"] == "8"
-
-
-def test_without_a_pool_only_the_control_plane_is_left() -> None:
-    manifests = rendered("in-place-only-values.yaml")
-    assert not [each for each in manifests if each["metadata"]["name"].endswith("attention-node")]
-    assert "Deployment" in kinds(manifests)
-
-
-def test_values_for_placing_reach_the_pod() -> None:
-    spec = pod("gpu-values.yaml")
-    assert spec["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
-    assert (spec["runtimeClassName"], spec["priorityClassName"]) == ("nvidia", "training")
-    assert spec["imagePullSecrets"] == [{"name": "registry-credentials"}]
-    assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
-    server = container(spec, "server-0")
-    assert server["image"] == "registry.example.com/ml/distca/attention-node:1.2.3-cuda"
-    assert arguments(server)["--capacity-rows"] == "4000000"
-    (cache,) = (volume for volume in spec["volumes"] if volume["name"] == "cache")
-    assert cache["hostPath"]["path"] == "/var/cache/distca"
-    labels = only(rendered("gpu-values.yaml"), "StatefulSet")["metadata"]["labels"]
-    assert labels["team"] == "training"

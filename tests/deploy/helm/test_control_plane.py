@@ -159,56 +159,6 @@ def test_without_a_leader_nothing_may_talk_to_the_api_server() -> None:
         assert spec["automountServiceAccountToken"] is False, owner
 
 
-def test_an_existing_service_account_is_used_as_it_is() -> None:
-    manifests = rendered(
-        "",
-        "controlPlane.serviceAccount.create=false",
-        "controlPlane.serviceAccount.name=ready-made",
-        "attentionNode.serviceAccount.create=false",
-    )
-    assert "ServiceAccount" not in kinds(manifests)
-    names = {owner: spec.get("serviceAccountName") for owner, spec in pod_specs(manifests)}
-    assert names["Deployment rel-distca-control-plane"] == "ready-made"
-    assert names["StatefulSet rel-distca-attention-node"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("setting", "image"),
-    [
-        ("controlPlane.image.tag=a", "distca/control-plane:a"),
-        ("image.tag=b", "distca/control-plane:b"),
-        ("image.registry=r.io/x/", "r.io/x/distca/control-plane:0.1.0"),
-        (
-            f"controlPlane.image.digest=sha256:{'0' * 64}",
-            f"distca/control-plane@sha256:{'0' * 64}",
-        ),
-    ],
-)
-def test_images_can_be_chosen(setting: str, image: str) -> None:
-    spec = deployment("", setting)["spec"]["template"]["spec"]
-    assert container(spec, "control-plane")["image"] == image
-
-
-def test_extra_values_reach_the_pod() -> None:
-    spec = deployment(
-        "",
-        "controlPlane.extraArgs={--planner=balanced}",
-        "controlPlane.extraEnv[0].name=A,controlPlane.extraEnv[0].value=b",
-        "controlPlane.extraVolumes[0].name=v,controlPlane.extraVolumes[0].configMap.name=c",
-        "controlPlane.extraVolumeMounts[0].name=v,controlPlane.extraVolumeMounts[0].mountPath=/v",
-        "controlPlane.extraEnvFrom[0].secretRef.name=s",
-        "controlPlane.runtimeClassName=gvisor",
-        "controlPlane.priorityClassName=high",
-    )["spec"]["template"]["spec"]
-    run = container(spec, "control-plane")
-    assert run["args"][-1] == "--planner=balanced"
-    assert environment(run)["A"] == "b"
-    assert {"name": "v", "configMap": {"name": "c"}} in spec["volumes"]
-    assert {"name": "v", "mountPath": "/v"} in run["volumeMounts"]
-    assert run["envFrom"] == [{"secretRef": {"name": "s"}}]
-    assert (spec["runtimeClassName"], spec["priorityClassName"]) == ("gvisor", "high")
-
-
 def test_without_it_nodes_join_the_one_outside() -> None:
     manifests = rendered("join-elsewhere-values.yaml")
     assert not [

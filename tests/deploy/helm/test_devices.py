@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.deploy.helm.chart import (
     Manifest,
     container,
     containers,
     environment,
-    kinds,
     only,
     pod_specs,
-    refusal,
     rendered,
 )
 
@@ -79,12 +75,6 @@ def test_claims_name_templates_that_the_release_or_the_driver_makes() -> None:
             assert claim["resourceClaimTemplateName"] in {*counts, channel}
 
 
-def test_pods_without_gpus_claim_nothing() -> None:
-    pods = specs("dra-values.yaml", "exampleJob.gpus=0")
-    assert "resourceClaims" not in pods["JobSet"]
-    assert not {"ResourceClaimTemplate", "ComputeDomain"} & kinds(rendered())
-
-
 def test_a_group_of_pods_has_a_part_of_the_cluster_to_itself() -> None:
     manifests = rendered("leader-worker-set-values.yaml")
     group = only(manifests, "LeaderWorkerSet")
@@ -100,41 +90,3 @@ def test_a_group_of_pods_has_a_part_of_the_cluster_to_itself() -> None:
     server = container(template["workerTemplate"]["spec"], "server-1")
     assert "--server-id=$(POD_NAME)-1" in server["args"]
     assert environment(server)["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
-
-
-@pytest.mark.parametrize("kind", ["HorizontalPodAutoscaler", "ScaledObject"])
-def test_groups_are_scaled_as_the_kind_that_they_are(kind: str) -> None:
-    value_set = {
-        "HorizontalPodAutoscaler": "autoscaling-hpa-values.yaml",
-        "ScaledObject": "autoscaling-keda-values.yaml",
-    }[kind]
-    scaler = only(rendered(value_set, "attentionNode.kind=LeaderWorkerSet"), kind)
-    target = scaler["spec"]["scaleTargetRef"]
-    assert (target["apiVersion"], target["kind"]) == (
-        "leaderworkerset.x-k8s.io/v1",
-        "LeaderWorkerSet",
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["dataInterface.networkAttachment=a"], "dataInterface.name is empty"),
-        (
-            [
-                "dataInterface.networkAttachment=a",
-                "dataInterface.name=net1",
-                r"exampleJob.podAnnotations.k8s\.v1\.cni\.cncf\.io/networks=b",
-            ],
-            "exampleJob.podAnnotations has k8s.v1.cni.cncf.io/networks",
-        ),
-        (["gpu.enabled=false", "gpu.dra.enabled=true"], "nothing would claim a GPU"),
-        (["exampleJob.enabled=true", "exampleJob.resume=true"], "exampleJob.runVolume is empty"),
-        (
-            ["attentionNode.kind=LeaderWorkerSet", "attentionNode.leaderWorkerSet.size=4"],
-            "raise the budget",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(settings: list[str], message: str) -> None:
-    assert message in refusal(*settings)

@@ -17,7 +17,6 @@ from tests.deploy.helm.chart import (
     container,
     environment,
     helm,
-    kinds,
     only,
     pod_specs,
     rendered,
@@ -31,10 +30,6 @@ def job_pod(value_set: str, *settings: str) -> Manifest:
         if owner.startswith(("JobSet", "TrainingRuntime"))
     )
     return spec
-
-
-def test_there_is_none_unless_asked_for() -> None:
-    assert not kinds(rendered()) & {"JobSet", "TrainJob", "TrainingRuntime"}
 
 
 def test_a_job_set_tells_torchrun_where_its_pods_are() -> None:
@@ -207,13 +202,6 @@ def test_pods_of_a_job_set_wait_for_the_end_of_those_before() -> None:
     }
 
 
-def test_rules_of_ones_own_for_placing_stay_beside_that() -> None:
-    path = "exampleJob.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution[0]"
-    affinity = pod_template(job_set(f"{path}.topologyKey=zone"))["spec"]["affinity"]
-    own, _ = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert own == {"topologyKey": "zone"}
-
-
 def test_a_train_job_keeps_its_name_whatever_changes() -> None:
     for setting in ("image.tag=a", "exampleJob.nodes=3"):
         manifests = rendered("example-gpu-trainjob-values.yaml", setting)
@@ -228,13 +216,6 @@ def test_without_restarts_a_job_ends_with_its_first_failure() -> None:
     assert "podFailurePolicy" not in spec["replicatedJobs"][0]["template"]["spec"]
     node = container(job_pod("example-jobset-values.yaml"), "node")
     assert "--resume-or-start" not in node["args"]
-
-
-def test_runs_are_kept_where_asked() -> None:
-    volumes = {v["name"]: v for v in job_pod("example-trainjob-values.yaml")["volumes"]}
-    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
-    volumes = {v["name"]: v for v in job_pod("example-jobset-values.yaml")["volumes"]}
-    assert volumes["runs"]["emptyDir"] == {}
 
 
 def test_trainers_use_the_network_devices_that_nodes_use() -> None:
@@ -262,7 +243,3 @@ def test_helm_test_expects_the_servers_that_the_values_describe(
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert f"--expect-servers={servers}" in container(pod["spec"], "servers")["args"]
     assert container(pod["spec"], "health")["args"][0] == "health"
-
-
-def test_helm_test_can_be_left_out() -> None:
-    assert "Pod" not in kinds(rendered("", "tests.enabled=false"))

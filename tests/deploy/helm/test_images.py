@@ -38,17 +38,6 @@ def test_what_was_built_and_pushed_is_what_pods_pull(
     assert images(*settings, *there) == pushed
 
 
-def test_a_job_without_gpus_takes_the_image_without_cuda() -> None:
-    trainers = {name for name in images() if "/trainer:" in name}
-    assert trainers == {name for name in image_names() if "/trainer:" in name}
-    nodes = {name for name in images() if "/attention-node:" in name}
-    assert all(name.endswith("-cuda") for name in nodes)
-
-
-def test_a_tag_of_its_own_stands_as_it_is() -> None:
-    assert "distca/attention-node:mine" in images("attentionNode.image.tag=mine")
-
-
 def commands_of_installing(document: Path) -> list[tuple[str, str]]:
     """(what names the images, `helm install ...`) of each installation that ``document`` shows."""
     text = re.sub(r"\s*\\\n\s*", " ", document.read_text())

@@ -6,19 +6,13 @@ import json
 
 import yaml
 
-from tests.deploy.helm.chart import CHART, Manifest, container, kinds, only, pod_specs, rendered
-
-MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
+from tests.deploy.helm.chart import CHART, Manifest, container, only, pod_specs, rendered
 
 
 def shipped_groups() -> list[Manifest]:
     """The rule groups in the chart's files."""
     files = sorted((CHART / "rules").glob("*.yaml"))
     return [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
-
-
-def test_nothing_needs_an_operator_by_default() -> None:
-    assert not kinds(rendered()) & MONITORING
 
 
 def test_the_service_monitor_selects_the_service_and_a_port_that_it_has() -> None:
@@ -54,11 +48,6 @@ def test_the_pod_monitor_scrapes_every_server() -> None:
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_intervals_can_be_chosen() -> None:
-    monitor = only(rendered("monitoring-values.yaml"), "PodMonitor", "attention-node")["spec"]
-    assert monitor["podMetricsEndpoints"][0]["interval"] == "5s"
-
-
 def test_all_rules_are_shipped_and_expressions_are_untouched() -> None:
     groups = only(rendered("monitoring-values.yaml"), "PrometheusRule")["spec"]["groups"]
     shipped = shipped_groups()
@@ -80,12 +69,6 @@ def test_alerts_get_the_releases_labels_and_a_link_to_the_runbook() -> None:
         assert alert["labels"]["team"] == "training"
         link = alert["annotations"]["runbook_url"]
         assert link == f"https://docs.example.com/distca/runbook#{alert['alert'].lower()}"
-
-
-def test_without_a_runbook_url_annotations_are_those_of_the_files() -> None:
-    manifests = rendered("", "monitoring.prometheusRule.enabled=true")
-    groups = only(manifests, "PrometheusRule")["spec"]["groups"]
-    assert groups == shipped_groups()
 
 
 def test_every_dashboard_becomes_a_config_map_for_the_sidecar() -> None:
@@ -121,12 +104,6 @@ def test_ranks_of_any_job_are_scraped_where_its_namespace_may_be() -> None:
     assert only(everywhere, "PodMonitor", "trainer")["spec"]["namespaceSelector"] == {"any": True}
 
 
-def test_jobs_of_prometheus_are_called_by_their_component() -> None:
-    manifests = rendered("monitoring-values.yaml")
-    for kind, name in (("ServiceMonitor", ""), ("PodMonitor", "attention-node")):
-        assert only(manifests, kind, name)["spec"]["jobLabel"] == "app.kubernetes.io/component"
-
-
 def test_targets_and_series_are_relabelled_and_limited_as_asked() -> None:
     manifests = rendered("monitoring-values.yaml", "exampleJob.enabled=true")
     cluster = {"targetLabel": "cluster", "replacement": "east"}
@@ -145,10 +122,3 @@ def test_targets_and_series_are_relabelled_and_limited_as_asked() -> None:
         for each in pods["podMetricsEndpoints"]:
             assert each["relabelings"] == relabelings
             assert [drop["regex"] for drop in each["metricRelabelings"]] == ["process_.*"]
-
-
-def test_without_values_a_scrape_has_no_limit_and_nothing_is_relabelled() -> None:
-    manifests = rendered("", "monitoring.serviceMonitor.enabled=true")
-    spec = only(manifests, "ServiceMonitor")["spec"]
-    assert "sampleLimit" not in spec
-    assert spec["endpoints"] == [{"port": "metrics", "interval": "15s"}]

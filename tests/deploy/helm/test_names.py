@@ -103,25 +103,6 @@ def test_whatever_is_made_of_the_longest_names_fits(longest: str, kind: str) -> 
             assert len(derived) <= 63, derived
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [10, 35, 36, 37, 38, 40])
-def test_names_that_fit_are_not_cut_and_others_are(kind: str, length: int) -> None:
-    fullname = ("abcdefghi-" * 4)[: length - 1] + "z"
-    groups_of = {"StatefulSet": [1], "LeaderWorkerSet": [1, 2]}.get(kind, [1])
-    for size in groups_of:
-        workload = pool(
-            f"fullnameOverride={fullname}",
-            f"attentionNode.kind={kind}",
-            f"attentionNode.leaderWorkerSet.size={size}",
-            "attentionNode.podDisruptionBudget.maxUnavailable=2",
-        )
-        whole = f"{fullname}-attention-node"
-        longest = {"StatefulSet": 37, "LeaderWorkerSet": {1: 37, 2: 35}[size]}.get(kind, 40)
-        name = workload["metadata"]["name"]
-        assert (name == whole) == (length <= longest)
-        assert name.endswith("-attention-node")
-
-
 def test_cut_names_of_different_releases_differ() -> None:
     names = {
         pool(f"fullnameOverride={'a' * 38}{end}")["metadata"]["name"] for end in ("x", "y", "xz")
@@ -158,25 +139,6 @@ def test_all_that_names_the_pool_names_it_alike(kind: str, value_set: str) -> No
         assert f'pod=~"{name}-.*"' in scaler["spec"]["triggers"][0]["metadata"]["query"]
     selector = only(manifests, "Service", "attention-node")["spec"]["selector"]
     assert selector.items() <= template["metadata"]["labels"].items()
-
-
-def test_groups_that_the_name_has_no_room_for_are_refused() -> None:
-    settings = [
-        f"fullnameOverride={'a' * 35}",
-        "attentionNode.kind=LeaderWorkerSet",
-        "attentionNode.leaderWorkerSet.size=2",
-        "attentionNode.podDisruptionBudget.maxUnavailable=2",
-    ]
-    # Ten groups have one digit.
-    workload = pool(*settings, "attentionNode.replicas=10")
-    assert max(len(each) for each in derived_from_pool(workload)) == 63
-    said = refusal(*settings, "attentionNode.replicas=11")
-    assert "attentionNode.replicas is 11" in said
-    assert "give a fullnameOverride of 34 characters or fewer" in said
-    scaled = [*settings, "autoscaling.enabled=true", "autoscaling.maxReplicas=200"]
-    said = refusal(*scaled)
-    assert "autoscaling.maxReplicas is 200" in said
-    assert "give a fullnameOverride of 33 characters or fewer" in said
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,8 @@ from tests.deploy.helm.custom_resources import (
 )
 from tests.deploy.helm.test_manifests import KUBERNETES
 from tools.chart_readme import (
-    MissingCommentError,
     Value,
     read_values,
-    table,
-    with_table,
 )
 
 VALUES = read_values((CHART / "values.yaml").read_text())
@@ -303,28 +300,6 @@ def test_the_readme_is_what_values_yaml_says() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_value_without_a_comment_is_refused_by_name() -> None:
-    with pytest.raises(MissingCommentError, match=r"a\.c"):
-        read_values("a:\n  # Has one.\n  b: 1\n  c: 2\n")
-
-
-def test_rows_carry_path_comment_default_and_section() -> None:
-    text = (
-        "## First\n\n# One\n# and a | more.\na:\n  x: 1\n## Second\n\nb:\n  # Two.\n  c: [1, a]\n"
-    )
-    assert read_values(text) == [
-        Value(path="a", default='{"x": 1}', comment="One and a | more.", section="First"),
-        Value(path="b.c", default='[1, "a"]', comment="Two.", section="Second"),
-    ]
-    assert '| `b.c` | Two. | `[1, "a"]` |' in table(read_values(text))
-    assert "a \\| more" in table(read_values(text))
-
-
-def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="must contain the lines"):
-        with_table("# Nothing", "rows")
 
 
 def test_large_numbers_are_written_in_digits() -> None:
