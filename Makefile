@@ -98,7 +98,7 @@ planners: $(INSTALLED)
 check: lint test-unit
 
 test-unit: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/unit --numprocesses=2 --dist=loadscope $(PYTEST)
+	@$(BIN)/python -m pytest tests/unit --numprocesses=auto --dist=loadscope $(PYTEST)
 
 # Each process runs whole modules, which share servers. There are three of them for two cores: a fifth
 # of the time tests wait, for leases, deadlines and other processes.
@@ -291,7 +291,7 @@ kind-test: image-control-plane image-attention-node
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)
 	@$(BIN)/pip install --quiet --editable ".[chaos]"
-	@DISTCA_FUZZ_COUNT=1000000 $(BIN)/python -m pytest \
+	@DISTCA_FUZZ_COUNT=1000000 DISTCA_CHAOS_SEEDS=50 $(BIN)/python -m pytest \
 	  tests/service/fuzz tests/cluster/chaos tests/nightly/model tests/nightly/chaos -v -s $(PYTEST)
 
 MINUTES ?= 60

@@ -122,7 +122,6 @@ import sys
 for name in {missing}:
     sys.modules[name] = None
 from distca import cli
-from tests import ROOT
 for arguments in {commands}:
     sys.argv = ["distca", *arguments]
     try:

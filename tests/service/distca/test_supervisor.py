@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +15,7 @@ from distca.apps.local import supervisor as supervision
 from distca.apps.local.process import LocalProcess
 from distca.apps.local.supervisor import Supervisor
 from distca.errors import ProcessFailedError
+from tests.support.waiting import eventually
 
 
 class ScriptProcess(LocalProcess):
@@ -38,13 +37,6 @@ def start(supervisor: Supervisor, tmp_path: Path, name: str, code: str) -> Local
     return supervisor.watch(ScriptProcess(name, code, tmp_path / f"{name}.log"))
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def failure(supervisor: Supervisor) -> str:
     """The message of the failure that the supervisor finds, at the latest in a while."""
 
@@ -53,7 +45,7 @@ def failure(supervisor: Supervisor) -> str:
         return False
 
     with pytest.raises(ProcessFailedError) as raised:
-        wait_until(look)
+        eventually(look)
     return str(raised.value)
 
 
@@ -76,10 +68,10 @@ def test_process_that_ignores_sigterm_and_its_own_children_are_killed(
     )
     with Supervisor() as supervisor:
         process = start(supervisor, tmp_path, "stubborn", code)
-        wait_until(lambda: bool(process.log_tail()))
+        eventually(lambda: bool(process.log_tail()))
         child = psutil.Process(int(process.log_tail()[0]))
     assert process.exit_code == -signal.SIGKILL
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_failed_process_is_named_with_exit_code_and_last_log_lines(tmp_path: Path) -> None:
@@ -95,7 +87,7 @@ def test_failed_process_is_named_with_exit_code_and_last_log_lines(tmp_path: Pat
 def test_killed_process_is_the_cause_although_another_failed_because_of_it(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         victim = start(supervisor, tmp_path, "victim", SLEEP)
-        wait_until(lambda: bool(victim.log_tail()))
+        eventually(lambda: bool(victim.log_tail()))
         start(supervisor, tmp_path, "dependent", "print('lost victim'); raise SystemExit(1)")
         os.kill(victim.pid, signal.SIGKILL)
         message = failure(supervisor)
@@ -107,7 +99,7 @@ def test_killed_process_is_the_cause_although_another_failed_because_of_it(tmp_p
 def test_only_those_who_may_be_done_may_exit(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         done = start(supervisor, tmp_path, "done", "")
-        wait_until(lambda: done.exit_code == 0)
+        eventually(lambda: done.exit_code == 0)
         supervisor.check(done=[done])
         assert "done (pid" in failure(supervisor)
 
@@ -147,8 +139,8 @@ def test_no_process_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     orphan = psutil.Process(int(launcher.stdout.readline()))
-    wait_until(lambda: "ready" in (tmp_path / "log").read_text())
+    eventually(lambda: "ready" in (tmp_path / "log").read_text())
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
     launcher.stdout.close()
