@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -129,7 +128,7 @@ async def _serve(
 
 
 class ControlPlane:
-    """A control plane on the running event loop.
+    """A control plane on the running event loop, whose clock is its own.
 
     Attributes:
         address, metrics_address: where this machine reaches it, once started.
@@ -150,14 +149,15 @@ class ControlPlane:
             on_change=self.metrics.planner_changed,
             on_failure=self.metrics.compilation_failed,
         )
+        self._clock = asyncio.get_running_loop().time
         keys = job_keys(settings.access.token_secret_file, settings.state_dir)
         self.coordinator = Coordinator(
-            settings.coordinator, self._planners.planners, self.metrics, time.monotonic, keys
+            settings.coordinator, self._planners.planners, self.metrics, self._clock, keys
         )
         self._settings = settings
-        self._refusals = Refusals(self.metrics.registry, time.monotonic)
+        self._refusals = Refusals(self.metrics.registry, self._clock)
         self._connections = Connections(
-            time.monotonic, patience_seconds=settings.access.handshake_seconds
+            self._clock, patience_seconds=settings.access.handshake_seconds
         )
         self._leadership = _leadership(settings)
         self._has_taken_over = False
@@ -270,7 +270,7 @@ class ControlPlane:
         gate = Gate(
             self.coordinator,
             RateLimit(per_second=access.registrations_per_second, burst=access.registration_burst),
-            time.monotonic,
+            self._clock,
             certificates_required=self._settings.authenticates,
             leads=lambda: self._has_taken_over and self._leadership.is_held,
         )

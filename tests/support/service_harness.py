@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,11 +25,9 @@ from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shap
 from distca.contract.rpc import EventStream, RpcError, RpcSettings, open_channel
 from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+from tests.support.waiting import DEADLINE_SECONDS
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
-
-DEADLINE_SECONDS = 10.0
-"""Far above what anything here takes, so that a hang fails instead of blocking the suite."""
 
 
 def linear_profile(shape: AttentionShape = SHAPE) -> CostProfile:
@@ -355,6 +352,31 @@ class Client:
         )
 
 
+class _Leaping(asyncio.SelectorEventLoop):
+    """An event loop whose clock goes as fast as any, and can be set forward."""
+
+    ahead_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_seconds
+
+
+class TimedControlPlane(ControlPlane):
+    """A control plane for which time passes when a test says so, besides by itself."""
+
+    def pass_time(self, seconds: float) -> None:
+        """Sets its clock forward; all that was due has begun when this returns."""
+        loop = self._clock.__self__  # type: ignore[attr-defined]
+        asyncio.run_coroutine_threadsafe(_leap(loop, seconds), loop).result(DEADLINE_SECONDS)
+
+
+async def _leap(loop: _Leaping, seconds: float) -> None:
+    loop.ahead_seconds += seconds
+    # Timers that are due, then the tasks that slept on them, then what those have called.
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
 @contextmanager
 def running(
     planners: Mapping[str, Planner] | None = None,
@@ -365,7 +387,7 @@ def running(
     start_seconds: float = DEADLINE_SECONDS,
     stands_by: bool = False,
     **settings: Any,
-) -> Iterator[ControlPlane]:
+) -> Iterator[TimedControlPlane]:
     """A control plane that serves until the block ends, on free ports unless told otherwise; if it
     ``stands_by``, until another one ends."""
     limits: dict[str, Any] = {"default_planner": "rotating", "lease_seconds": 30.0}
@@ -376,15 +398,15 @@ def running(
         stop_seconds=0.5,
         **settings,
     )
-    loop = asyncio.new_event_loop()
+    loop = _Leaping()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     def on_loop(make: Callable[[], Any], seconds: float = DEADLINE_SECONDS) -> Any:
         return asyncio.run_coroutine_threadsafe(make(), loop).result(seconds)
 
-    async def build() -> ControlPlane:
-        control_plane = ControlPlane(chosen, planners or {"rotating": rotating_plan})
+    async def build() -> TimedControlPlane:
+        control_plane = TimedControlPlane(chosen, planners or {"rotating": rotating_plan})
         await control_plane.start()
         if not stands_by:
             await control_plane.take_over()
@@ -411,11 +433,3 @@ def client_of(address: str, **settings: Any) -> Iterator[Client]:
         yield client
     finally:
         client.channel.close()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Waits until ``holds`` does, and fails after the deadline."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import SupportsIndex
 
 import pytest
 
 _FORBIDDEN = frozenset(
     {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "socket.connect"}
 )
-_LONGEST_SLEEP_SECONDS = 0.01
-"""What a thread that polls may sleep; a test that waits belongs into another ring."""
+LONGEST_SLEEP_SECONDS = 0.1
+"""What a thread may be held for; a test that waits for longer belongs into another ring."""
 
+_FOLDER = Path(__file__).parent
 _running: list[str] = []
+_sleep = time.sleep
 
 
 def _refuse(event: str, arguments: tuple[object, ...]) -> None:
-    if not _running:
-        return
-    sleeps = event == "time.sleep" and arguments[0] > _LONGEST_SLEEP_SECONDS  # type: ignore[operator]
-    if sleeps or event in _FORBIDDEN:
+    if _running and event in _FORBIDDEN:
         raise AssertionError(f"{_running[-1]}: {event}{arguments} in tests/unit")
+
+
+def _sleep_shortly(seconds: float | SupportsIndex, /) -> None:
+    if float(seconds) > LONGEST_SLEEP_SECONDS:
+        raise AssertionError(f"{_running[-1]} sleeps for {seconds} s in tests/unit")
+    _sleep(seconds)
 
 
 sys.addaudithook(_refuse)
@@ -29,8 +37,12 @@ sys.addaudithook(_refuse)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if _FOLDER not in item.path.parents:
+        return (yield)
     _running.append(item.nodeid)
+    time.sleep = _sleep_shortly
     try:
         return (yield)
     finally:
+        time.sleep = _sleep
         _running.pop()

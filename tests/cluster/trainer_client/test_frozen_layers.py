@@ -12,9 +12,9 @@ from torch import nn
 from core_attention.manifest import RankManifest, Segment
 from data_plane.transport import Connection
 from tests.cluster.trainer_client.test_wrong_models import N_LAYERS, ROWS, SHAPE, Model, team_of
-from tests.service.data_plane.conformance import eventually
 from tests.support.cluster import Cluster
 from tests.support.team import Team
+from tests.support.waiting import eventually
 from trainer_client import PingPong, Session
 
 PLACEMENTS = ["pool", "in-place", "mixed"]

@@ -26,9 +26,10 @@ from data_plane.nixl.transport import NixlTransport
 from data_plane.process_sockets import AcceptedSockets
 from data_plane.proof import Ends
 from data_plane.transport import Address, Connection, TransportError
-from tests.service.data_plane.conformance import eventually, listen, pattern
+from tests.service.data_plane.conformance import listen, pattern
 from tests.service.data_plane.secret import SECRET, proven
 from tests.service.data_plane.strangers import open_at, strangers
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

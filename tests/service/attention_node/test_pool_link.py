@@ -16,12 +16,12 @@ from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.service_harness import (
     client_of,
-    eventually,
     job_spec,
     rank_manifest,
     running,
     server_description,
 )
+from tests.support.waiting import eventually
 
 
 class Node:

@@ -54,7 +54,6 @@ import gc, json
 from numba.core.registry import CPUDispatcher
 from control_plane.planner.planners import PLANNERS, prepare
 from control_plane.planner.planning import PlanningOptions
-from tests import ROOT
 from tests.support.planning_cases import SHAPE, in_place, pool, stream_manifest
 
 def signatures():

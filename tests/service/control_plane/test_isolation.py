@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from control_plane.jobs.isolation import IsolationDetector
-from control_plane.server import ControlPlane
 from distca.contract import rpc
 from tests.service.control_plane.test_leases import n_servers
 from tests.support.service_harness import (
     Client,
+    TimedControlPlane,
     client_of,
-    eventually,
     rank_manifest,
     running,
 )
 
-LEASE_SECONDS = 0.6
+LEASE_SECONDS = 30.0
+"""As in the harness."""
 
 
 def test_silence_of_several_is_deafness_and_of_one_is_its_end() -> None:
@@ -33,40 +32,43 @@ def test_silence_of_several_is_deafness_and_of_one_is_its_end() -> None:
 
 
 @pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
-    with running(coordinator={"lease_seconds": LEASE_SECONDS}) as control_plane:
+def control_plane() -> Iterator[TimedControlPlane]:
+    with running() as control_plane:
         yield control_plane
 
 
 @pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
+def client(control_plane: TimedControlPlane) -> Iterator[Client]:
     with client_of(control_plane.address) as client:
         yield client
 
 
-def test_leases_begin_anew_when_somebody_is_heard_again(client: Client) -> None:
+def test_leases_begin_anew_when_somebody_is_heard_again(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     """Two servers and a job's two ranks are silent for three leases; then they call again."""
     servers = [client.register(f"s{index}") for index in range(2)]
     ranks = [client.open(rank) for rank in range(2)]
-    time.sleep(3 * LEASE_SECONDS)
+    control_plane.pass_time(3 * LEASE_SECONDS)
     assert n_servers(client) == 2
     client.heartbeat(servers[0])
     # The others had no chance to be first.
-    time.sleep(LEASE_SECONDS / 3)
+    control_plane.pass_time(0.9 * LEASE_SECONDS)
     for lease in servers:
         client.heartbeat(lease)
     for rank, (job, lease) in enumerate(ranks):
         client.submit(job, lease, rank_manifest(0, rank))
 
 
-def test_one_that_stays_silent_loses_its_lease_while_others_are_heard(client: Client) -> None:
+def test_one_that_stays_silent_loses_its_lease_while_others_are_heard(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     heard, silent = client.register("s0"), client.register("s1")
-    time.sleep(2 * LEASE_SECONDS)
-
-    def only_one_left() -> bool:
+    control_plane.pass_time(2 * LEASE_SECONDS)
+    # The silence of both is this process's own; that of one, while the other calls, is its end.
+    for _ in range(4):
         client.heartbeat(heard)
-        return n_servers(client) == 1
-
-    eventually(only_one_left)
+        control_plane.pass_time(LEASE_SECONDS / 3)
+    assert n_servers(client) == 1
     with pytest.raises(rpc.LeaseExpired):
         client.heartbeat(silent)

@@ -36,11 +36,11 @@ from distca.contract.identity import Identity, Role
 from tests.service.control_plane.lease_api import LeaseApi, lease_api
 from tests.support.service_harness import (
     client_of,
-    eventually,
     job_spec,
     rank_manifest,
     running,
 )
+from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 10.0
 

@@ -1,4 +1,4 @@
-"""What follows when members fall silent, with leases of a fraction of a second."""
+"""Members that fall silent, by a clock that the tests set forward."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.service_harness import (
     Client,
-    Watcher,
+    TimedControlPlane,
     client_of,
-    eventually,
     job_spec,
     rank_manifest,
     running,
 )
 
-LEASE_SECONDS = 0.6
+LEASE_SECONDS = 30.0
+"""As in the harness."""
 
 
 @pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
-    with running(coordinator={"lease_seconds": LEASE_SECONDS}) as control_plane:
+def control_plane() -> Iterator[TimedControlPlane]:
+    with running() as control_plane:
         yield control_plane
 
 
 @pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
+def client(control_plane: TimedControlPlane) -> Iterator[Client]:
     with client_of(control_plane.address) as client:
         yield client
 
@@ -43,10 +42,15 @@ def n_servers(client: Client) -> int:
     return len(client.membership.ListServers(membership_pb2.ListServersRequest()).servers)
 
 
-def test_silent_server_leaves_and_may_register_again_under_its_id(client: Client) -> None:
+def test_silent_server_leaves_and_may_register_again_under_its_id(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     lease = client.register("s0")
     stream = client.watch_server(lease)
-    eventually(lambda: n_servers(client) == 0)
+    control_plane.pass_time(LEASE_SECONDS - 1.0)
+    assert n_servers(client) == 1
+    control_plane.pass_time(2.0)
+    assert n_servers(client) == 0
     error = stream.end()
     assert isinstance(error, rpc.LeaseExpired)
     assert "s0 sent no heartbeat" in str(error)
@@ -58,7 +62,7 @@ def test_silent_server_leaves_and_may_register_again_under_its_id(client: Client
 
 
 def test_jobs_whose_unfinished_plans_name_a_silent_server_recover(
-    control_plane: ControlPlane, client: Client
+    control_plane: TimedControlPlane, client: Client
 ) -> None:
     client.register("s0")
     leases = {}
@@ -70,7 +74,11 @@ def test_jobs_whose_unfinished_plans_name_a_silent_server_recover(
         client.submit(job_id, lease, rank_manifest(7, 0))
         leases[name][2].next("step_planned")
     client.report_rank(*leases["done"][:2], 7, 0)
-    eventually(lambda: silent_server_is_gone(client, leases))
+    for _ in range(4):
+        control_plane.pass_time(LEASE_SECONDS / 3)
+        for job_id, lease, _ in leases.values():
+            renew(client, job_id, lease)
+    assert n_servers(client) == 0
     recover = leases["busy"][2].next("recover")
     assert recover.reason == "server s0 lost its lease while serving step 7"
     assert recover.lost_server_ids == ["s0"]
@@ -84,30 +92,16 @@ def test_jobs_whose_unfinished_plans_name_a_silent_server_recover(
     assert registry.get_sample_value("distca_control_plane_servers_fenced_total") == 1
 
 
-def silent_server_is_gone(client: Client, leases: dict[str, tuple[str, str, Watcher]]) -> bool:
-    """Keeps the ranks alive meanwhile."""
-    for job_id, lease, _ in leases.values():
-        try:
-            renew(client, job_id, lease)
-        except rpc.UnknownJob:
-            continue
-    return n_servers(client) == 0
-
-
-def test_silent_rank_closes_the_job_and_takes_its_server_with_it(client: Client) -> None:
+def test_silent_rank_closes_the_job_and_takes_its_server_with_it(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     spec = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
     (job_id, silent), (_, alive) = client.open(0, spec), client.open(1, spec)
     watcher = client.watch_rank(job_id, alive)
     watcher.next("job_opened")
-
-    def closed() -> bool:
-        try:
-            renew(client, job_id, alive)
-        except rpc.UnknownJob:
-            return True
-        return False
-
-    eventually(closed)
+    for _ in range(3):
+        renew(client, job_id, alive)
+        control_plane.pass_time(LEASE_SECONDS / 2.9)
     error = watcher.next("job_closed").error
     assert "rank 0 on host-0" in error
     assert "host-1" not in error
@@ -117,12 +111,15 @@ def test_silent_rank_closes_the_job_and_takes_its_server_with_it(client: Client)
     assert client.open(0, spec)[0] != job_id
 
 
-def test_heartbeat_of_an_in_place_server_renews_its_rank(client: Client) -> None:
+def test_heartbeat_of_an_in_place_server_renews_its_rank(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     spec = job_spec(n_ranks=1, placement=jobs_pb2.PLACEMENT_IN_PLACE)
     job_id, lease = client.open(0, spec)
     watcher = client.watch_rank(job_id, lease)
     watcher.next("job_opened")
-    for _ in range(8):
+    for _ in range(3):
         client.heartbeat(lease)
-        assert watcher.is_quiet()
+        control_plane.pass_time(0.9 * LEASE_SECONDS)
+    assert watcher.is_quiet()
     renew(client, job_id, lease)

@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from control_plane.server import ControlPlane
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.service_harness import (
-    DEADLINE_SECONDS,
     Client,
     client_of,
     job_spec,
     rank_manifest,
     running,
 )
+from tests.support.waiting import DEADLINE_SECONDS
 
 P = "distca_control_plane_"
 

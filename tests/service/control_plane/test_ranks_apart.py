@@ -9,15 +9,26 @@ import pytest
 from core_attention.manifest import RankManifest, Segment
 from distca.v1 import jobs_pb2
 from tests.service.control_plane.test_recovery_service import open_pair
-from tests.support.service_harness import Client, client_of, rank_manifest, running
+from tests.support.service_harness import (
+    Client,
+    TimedControlPlane,
+    client_of,
+    rank_manifest,
+    running,
+)
 
-LEAVE_SECONDS = 0.3
+LEAVE_SECONDS = 20.0
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    limits = {"leave_seconds": LEAVE_SECONDS, "settle_seconds": 0.01}
-    with running(coordinator=limits) as control_plane, client_of(control_plane.address) as client:
+def control_plane() -> Iterator[TimedControlPlane]:
+    with running(coordinator={"leave_seconds": LEAVE_SECONDS, "settle_seconds": 0.01}) as started:
+        yield started
+
+
+@pytest.fixture
+def client(control_plane: TimedControlPlane) -> Iterator[Client]:
+    with client_of(control_plane.address) as client:
         client.register("s0")
         yield client
 
@@ -63,6 +74,7 @@ def test_step_that_a_rank_has_handed_in_and_passed_over_stays_planned(client: Cl
 
 
 def test_rank_that_leaves_before_the_end_of_a_step_fails_it_for_those_who_need_its_rows(
+    control_plane: TimedControlPlane,
     client: Client,
 ) -> None:
     pair = open_pair(client)
@@ -70,6 +82,7 @@ def test_rank_that_leaves_before_the_end_of_a_step_fails_it_for_those_who_need_i
         client.submit(pair.job_id, lease, spanning(0, rank))
     pair.plans()
     client.close_job(pair.job_id, pair.leases[1])
+    control_plane.pass_time(LEAVE_SECONDS)
     recover = pair.watchers[0].next("recover")
     assert recover.reason == "rank 1 has left the job and has not finished step 0"
     client.report_progress(pair.job_id, pair.leases[0], recover.epoch, {0: [3, 2]})
@@ -79,11 +92,14 @@ def test_rank_that_leaves_before_the_end_of_a_step_fails_it_for_those_who_need_i
     assert "document 1 are needed" in failed.error
 
 
-def test_rank_that_leaves_before_the_end_of_a_step_may_be_done_without(client: Client) -> None:
+def test_rank_that_leaves_before_the_end_of_a_step_may_be_done_without(
+    control_plane: TimedControlPlane, client: Client
+) -> None:
     pair = open_pair(client)
     pair.submit(0)
     pair.plans()
     client.close_job(pair.job_id, pair.leases[1])
+    control_plane.pass_time(LEAVE_SECONDS)
     recover = pair.watchers[0].next("recover")
     client.report_progress(pair.job_id, pair.leases[0], recover.epoch, {0: [3, 2]})
     planned = pair.watchers[0].next("step_planned")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from control_plane.jobs.coordinator import LATE_SECONDS
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.server import ControlPlane
 from core_attention.errors import PlanError
@@ -21,6 +21,7 @@ from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.service_harness import (
     Client,
+    TimedControlPlane,
     Watcher,
     client_of,
     job_spec,
@@ -31,13 +32,13 @@ from tests.support.service_harness import (
 
 
 @pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
+def control_plane() -> Iterator[TimedControlPlane]:
     with running() as control_plane:
         yield control_plane
 
 
 @pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
+def client(control_plane: TimedControlPlane) -> Iterator[Client]:
     with client_of(control_plane.address) as client:
         yield client
 
@@ -210,20 +211,18 @@ def test_lost_server_is_left_out_until_it_registers_anew(client: Client) -> None
 
 
 def test_server_whose_heartbeat_is_late_gets_no_work_while_others_are_there(
-    monkeypatch: pytest.MonkeyPatch,
+    control_plane: TimedControlPlane, client: Client
 ) -> None:
-    # Late after 0.5 s.
-    monkeypatch.setattr("control_plane.jobs.coordinator.LATE_SECONDS", -9.5)
-    with running() as control_plane, client_of(control_plane.address) as client:
-        leases = {server: client.register(server) for server in ("s0", "s1")}
-        pair = open_pair(client)
-        time.sleep(0.6)
-        client.heartbeat(leases["s1"])
-        pair.submit(0)
-        assert servers_of(pair.plans()[0]) == ["s1"]
-        time.sleep(0.6)
-        pair.submit(1)
-        assert servers_of(pair.plans()[0]) == ["s0", "s1"], "all are late: rather this process is"
+    leases = {server: client.register(server) for server in ("s0", "s1")}
+    pair = open_pair(client)
+    late_seconds = control_plane.coordinator.lease_seconds / 3 + LATE_SECONDS + 1.0
+    control_plane.pass_time(late_seconds)
+    client.heartbeat(leases["s1"])
+    pair.submit(0)
+    assert servers_of(pair.plans()[0]) == ["s1"]
+    control_plane.pass_time(late_seconds)
+    pair.submit(1)
+    assert servers_of(pair.plans()[0]) == ["s0", "s1"], "all are late: rather this process is"
 
 
 def test_server_that_leaves_its_steps_hands_them_over(client: Client) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,14 @@ import pytest
 
 from control_plane.access.job_keys import MIN_SECRET_BYTES
 from control_plane.leadership.epochs import GENERATION_BITS
-from control_plane.server import ControlPlane
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.v1 import jobs_pb2
 from tests.support.service_harness import (
     Client,
+    TimedControlPlane,
     Watcher,
     client_of,
-    eventually,
     job_spec,
     rank_manifest,
     running,
@@ -30,7 +28,7 @@ from tests.support.service_harness import (
 
 
 @contextmanager
-def started(folder: Path, **coordinator: Any) -> Iterator[tuple[ControlPlane, Client]]:
+def started(folder: Path, **coordinator: Any) -> Iterator[tuple[TimedControlPlane, Client]]:
     """A control plane that keeps its state in ``folder``."""
     with (
         running(
@@ -163,10 +161,14 @@ def test_epoch_is_above_all_that_ranks_have_seen_even_if_state_was_lost(tmp_path
 def test_rank_that_does_not_come_back_is_named(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
-    with started(tmp_path, lease_seconds=0.4) as (_, client):
+    with started(tmp_path) as (control_plane, client):
         ranks[0].open(client)
         watcher = ranks[0].watch(client)
-        eventually(lambda: is_closed(client, ranks[0]))
+        lease_seconds = control_plane.coordinator.lease_seconds
+        for _ in range(2):
+            assert not is_closed(client, ranks[0])
+            control_plane.pass_time(lease_seconds / 3)
+        control_plane.pass_time(lease_seconds / 2)
         error = watcher.next("job_closed").error
         assert error == "ranks [1] have not come back since the control plane was away"
         with pytest.raises(rpc.UnknownJob, match=r"ranks \[1\] have not come back"):
@@ -178,12 +180,13 @@ def test_rank_that_does_not_come_back_and_that_servers_have_lost_is_not_waited_f
 ) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
-    with started(tmp_path, lost_rank_seconds=0.3) as (_, client):
+    with started(tmp_path, lost_rank_seconds=5.0) as (control_plane, client):
         # A server may be back before any rank is.
         client.report_rank_lost(client.register("s0"), ranks[0].job_id, 1)
         ranks[0].open(client)
         watcher = ranks[0].watch(client)
-        eventually(lambda: is_closed(client, ranks[0]))
+        assert not is_closed(client, ranks[0])
+        control_plane.pass_time(6.0)
         error = watcher.next("job_closed").error
         assert "ranks [1] have not come back" in error
         assert "servers have lost their connections" in error
@@ -192,14 +195,14 @@ def test_rank_that_does_not_come_back_and_that_servers_have_lost_is_not_waited_f
 def test_rank_that_comes_back_lives_whatever_servers_say(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
-    with started(tmp_path, lost_rank_seconds=0.1) as (_, client):
+    with started(tmp_path, lost_rank_seconds=5.0) as (control_plane, client):
         lease = client.register("s0")
         for rank in ranks:
             client.report_rank_lost(lease, ranks[0].job_id, rank.rank)
             rank.open(client)
         watcher = ranks[0].watch(client)
         watcher.next("recover")
-        time.sleep(0.5)
+        control_plane.pass_time(6.0)
         assert not is_closed(client, ranks[0])
 
 

@@ -40,12 +40,11 @@ from distca.machine_errors import ExposedSecretError, ListenError, PathError
 from distca.v1 import membership_pb2
 from tests import ROOT
 from tests.support.service_harness import (
-    DEADLINE_SECONDS,
     client_of,
-    eventually,
     rotating_plan,
     running,
 )
+from tests.support.waiting import DEADLINE_SECONDS, eventually
 
 PROGRAM = """
 import logging, sys

@@ -27,13 +27,13 @@ from tests.support.service_harness import (
     SHAPE,
     Client,
     client_of,
-    eventually,
     job_spec,
     rank_manifest,
     rotating_plan,
     running,
     server_description,
 )
+from tests.support.waiting import eventually
 
 COMPILE_SECONDS = 300.0
 """Planners compile on first use: tens of seconds on a loaded machine without numba's cache."""

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,7 @@ from data_plane.transport import (
 )
 from tests.service.data_plane.peer import FILL, PeerProcess, running_peer, steps
 from tests.service.data_plane.secret import SECRET, proven
+from tests.support.waiting import eventually
 
 SIZES = [0, 1, 7, 8191, 8192, 2**20 + 3, 16 * 2**20]
 WAIT_SECONDS = 10.0
@@ -65,13 +66,6 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
     """Bytes in which a shifted, cut or swapped message shows."""
     index = np.arange(nbytes, dtype=np.uint64)
     return torch.from_numpy(((index * 31 + (index >> 8) * 17 + seed * 101) % 251).astype(np.uint8))
-
-
-def eventually(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.002)
 
 
 def listen(transport: Transport, accepted: list[Connection]) -> Address:

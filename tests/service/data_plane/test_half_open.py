@@ -19,9 +19,9 @@ from data_plane.process_sockets import AcceptedSockets
 from data_plane.transport import Address
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.conformance import eventually
 from tests.service.data_plane.secret import SECRET, proven
 from tests.service.data_plane.strangers import LOOPBACK, WAIT_SECONDS, ended, open_at, strangers
+from tests.support.waiting import eventually
 
 LIMIT = 20
 STRANGERS = 120

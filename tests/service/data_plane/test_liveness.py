@@ -27,9 +27,9 @@ from data_plane.transport import (
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.conformance import eventually
 from tests.service.data_plane.secret import SECRET, proven
 from tests.support.forkserver import forkserver
+from tests.support.waiting import eventually
 
 QUIET_SECONDS = 0.2
 PING_SECONDS = 0.5

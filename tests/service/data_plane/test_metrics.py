@@ -11,8 +11,8 @@ from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address, PeerLost, ProbeResult
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.conformance import eventually
 from tests.service.data_plane.secret import SECRET, proven
+from tests.support.waiting import eventually
 
 NAMES = {
     "distca_data_plane_buffer_pool_allocations",

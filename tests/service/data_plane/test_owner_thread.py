@@ -13,7 +13,7 @@ import pytest
 from attention_node.load_meter import LoadMeter
 from data_plane.owner_thread import OwnerThread
 from data_plane.standing import call_of_main_thread
-from tests.service.data_plane.conformance import eventually
+from tests.support.waiting import eventually
 
 
 class Library(OwnerThread):

@@ -24,8 +24,9 @@ from data_plane.transport import (
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.conformance import eventually, listen, wait_all
+from tests.service.data_plane.conformance import listen, wait_all
 from tests.service.data_plane.secret import SECRET, proven
+from tests.support.waiting import eventually
 
 MAGIC = b"DISTCA\x00\x04"
 

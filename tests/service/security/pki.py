@@ -18,7 +18,8 @@ from distca.apps.certs.authority import Authority
 from distca.apps.certs.folder import CertificateFolder
 from distca.contract.identity import Identity, Role
 from distca.contract.settings import TlsFiles
-from tests.support.service_harness import Client, client_of, eventually, running
+from tests.support.service_harness import Client, TimedControlPlane, client_of, running
+from tests.support.waiting import eventually
 
 HOUR = timedelta(hours=1)
 HOSTS = ("localhost", "127.0.0.1")
@@ -114,7 +115,7 @@ def control_plane_with(
     coordinator: dict[str, Any] | None = None,
     state_dir: Path | None = None,
     **access: Any,
-) -> Iterator[ControlPlane]:
+) -> Iterator[TimedControlPlane]:
     """A control plane that asks for certificates, and sees refusals quickly."""
     # Refusals of connections are counted with the sweep, a tenth of a lease apart.
     leases = {"lease_seconds": 5.0} | (coordinator or {})

@@ -70,7 +70,7 @@ def test_a_connection_without_a_good_certificate_is_refused_and_counted(
     before = int(handshakes_refused(control_plane))
     with (
         client_of(control_plane.address, call_seconds=5.0, **settings[kind]) as client,
-        pytest.raises(rpc.ControlPlaneUnavailable, match="do address and TLS files match"),
+        pytest.raises(rpc.ControlPlaneUnavailable),
     ):
         list_servers(client)
     refused_soon(control_plane, "connection", "no-handshake", before + 1)
@@ -109,7 +109,7 @@ def test_a_certificate_without_a_role_is_unauthenticated(
     before = refused(control_plane, "Membership/ListServers", "no-identity")
     with (
         secure_client(control_plane, files) as client,
-        pytest.raises(rpc.Unauthenticated, match="names no role"),
+        pytest.raises(rpc.Unauthenticated),
     ):
         list_servers(client)
     assert refused(control_plane, "Membership/ListServers", "no-identity") == before + 1
@@ -122,7 +122,7 @@ def test_a_certificate_that_ends_during_a_connection_is_refused_from_then_on(
     with secure_client(control_plane, files) as client:
         list_servers(client)
         time.sleep(3.0)
-        with pytest.raises(rpc.Unauthenticated, match="ended at"):
+        with pytest.raises(rpc.Unauthenticated):
             list_servers(client)
     assert refused(control_plane, "Membership/ListServers", "expired-certificate") == 1
 

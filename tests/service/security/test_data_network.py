@@ -35,9 +35,10 @@ from data_plane.transport import (
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from data_plane.ucxx.wire_tags import WireTags
-from tests.service.data_plane.conformance import eventually, pattern
+from tests.service.data_plane.conformance import pattern
 from tests.service.data_plane.secret import SECRET, proven
 from tests.service.data_plane.test_ucxx_handshake import RawClient, greeting
+from tests.support.waiting import eventually
 
 WAIT_SECONDS = 10.0
 PUT_SECONDS = 60.0

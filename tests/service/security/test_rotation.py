@@ -26,10 +26,10 @@ from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2
 from tests.service.security.pki import HOUR, Files, Mounted, Pki, control_plane_with, ends
 from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.support.service_harness import (
-    eventually,
     job_spec,
     server_description,
 )
+from tests.support.waiting import eventually
 
 CHECK_SECONDS = 0.1
 WAIT_SECONDS = 10.0
@@ -271,7 +271,7 @@ def test_a_call_that_is_under_way_ends_on_the_contact_that_it_began_on(pki: Pki)
             assert not slow.done()
             service.release.set()
             assert slow.result(WAIT_SECONDS).planned_step == 7
-        with pytest.raises(rpc.Cancelled, match="the contact has ended"):
+        with pytest.raises(rpc.Cancelled):
             contact.call(contact._jobs.DescribeJob, request)
     finally:
         service.release.set()

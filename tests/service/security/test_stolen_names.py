@@ -4,7 +4,6 @@ job goes on, the thief is refused or moved out by name, and learns nothing."""
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,10 +22,17 @@ from distca.v1 import jobs_pb2
 from tests.service.control_plane.lease_api import lease_api
 from tests.service.control_plane.test_resume import Rank
 from tests.service.security.pki import Files, Pki, secure_client
-from tests.support.service_harness import Client, Watcher, eventually, job_spec, running
+from tests.support.service_harness import (
+    Client,
+    TimedControlPlane,
+    Watcher,
+    job_spec,
+    running,
+)
+from tests.support.waiting import eventually
 
 NAME = "precious"
-FIRST_LEASE_SECONDS = 1.0
+LEASE_SECONDS = 5.0
 """Jobs from before have two leases to come back to their names."""
 
 Settings: TypeAlias = dict[str, Any]
@@ -66,7 +72,7 @@ class Runs:
         self._stands_by = stands_by
         self._running: list[ExitStack] = []
 
-    def next(self, *, lease_seconds: float = 5.0) -> ControlPlane:
+    def next(self) -> TimedControlPlane:
         """Ends the one before, and begins the next one, which then leads."""
         if not self._stands_by:
             self.close()
@@ -74,7 +80,7 @@ class Runs:
         control_plane = stack.enter_context(
             running(
                 tls=self._tls,
-                coordinator={"lease_seconds": lease_seconds, "rejoin_seconds": 0.05},
+                coordinator={"lease_seconds": LEASE_SECONDS, "rejoin_seconds": 0.05},
                 stands_by=self._stands_by,
                 **self._settings,
             )
@@ -170,7 +176,7 @@ def test_the_owners_job_goes_on_whatever_a_thief_tries(runs: Runs, tenants: Tena
                 stolen.open(thief)
     with clients(runs.next(), tenants.thief, tenants.owner) as (thief, owner):
         ranks[0].open(owner)
-        with pytest.raises(rpc.PermissionDenied, match="which another identity runs"):
+        with pytest.raises(rpc.PermissionDenied):
             Rank(0, spec(1)).open(thief)
         # Not even with the job's token, should it have leaked.
         thief.tokens.of[ranks[0].job_id] = ranks[0].token
@@ -207,13 +213,12 @@ def test_a_name_whose_job_stays_away_for_too_long_is_free(runs: Runs, tenants: T
     rank, newcomer = Rank(0, spec(1)), Rank(0, spec(1))
     with clients(runs.next(), tenants.owner) as (owner,):
         opened(owner, rank)
-    second = runs.next(lease_seconds=FIRST_LEASE_SECONDS)
+    second = runs.next()
     with clients(second, tenants.thief, tenants.owner) as (other, owner):
         opened(other, newcomer)
-        led_since = time.monotonic()
-        while time.monotonic() - led_since < 2 * FIRST_LEASE_SECONDS:
+        for _ in range(5):
             newcomer.renew(other)
-            time.sleep(FIRST_LEASE_SECONDS / 4)
+            second.pass_time(LEASE_SECONDS / 2)
         with pytest.raises(rpc.AlreadyExists):
             rank.open(owner)
     # Nor does it come back by one more start.

@@ -18,11 +18,11 @@ from distca.contract import rpc
 from distca.contract.codec import shape_from_proto
 from distca.v1 import jobs_pb2
 from tests.support.service_harness import (
-    eventually,
     job_spec,
     rank_manifest,
     server_description,
 )
+from tests.support.waiting import eventually
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TrainerMetrics

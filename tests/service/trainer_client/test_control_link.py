@@ -18,10 +18,10 @@ from tests.service.trainer_client.talking_rank import WAIT_SECONDS, TalkingRank
 from tests.support.service_harness import (
     Client,
     client_of,
-    eventually,
     rank_manifest,
     running,
 )
+from tests.support.waiting import eventually
 from trainer_client.errors import PlanNotReady, SessionClosed
 
 

@@ -12,10 +12,10 @@ from attention_node.exchange import LocalReply
 from attention_node.open_tick import TickGivenUp
 from core_attention.manifest import RankManifest
 from distca.contract.server_loss import LossCause
-from tests.service.data_plane.conformance import eventually
 from tests.service.trainer_client.test_recovery import spanning
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.team import Team
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from core_attention.ca_task import MaskKind, Phase
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
-from tests.service.data_plane.conformance import eventually
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Layers, Rows, StepResult, Team, assert_close
+from tests.support.waiting import eventually
 from trainer_client import checkpoint, core_attention
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.step.lane import require_step

@@ -14,7 +14,8 @@ from control_plane.server import ControlPlane
 from distca.contract import rpc
 from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.service.trainer_client.test_control_link import settings, submit_all
-from tests.support.service_harness import client_of, eventually, job_spec, running
+from tests.support.service_harness import client_of, job_spec, running
+from tests.support.waiting import eventually
 
 LEASE_SECONDS = 1.0
 SLACK_SECONDS = 5.0

@@ -20,9 +20,9 @@ from core_attention.kernels.protocol import BackwardPart
 from core_attention.manifest import RankManifest, Segment
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
-from tests.service.data_plane.conformance import eventually
 from tests.support.cluster import Cluster
 from tests.support.team import Team
+from tests.support.waiting import eventually
 from trainer_client import (
     CoreAttentionFailed,
     PingPong,

@@ -21,13 +21,13 @@ from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.manifest import RankManifest
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
+from tests.support.waiting import eventually
 from tests.unit.attention_node.cases import (
     WAIT_SECONDS,
     make_documents,
     make_plan,
     make_source,
     open_tick,
-    wait_for,
 )
 
 
@@ -128,12 +128,12 @@ def test_what_became_ready_during_a_call_is_fused_into_the_next(
     assert kernel.entered.wait(WAIT_SECONDS)
     others = [submit(executor, length)[0] for length in (7, 1, 9)]
     kernel.gate.set()
-    wait_for(lambda: len(calls) == 2)
+    eventually(lambda: len(calls) == 2)
     assert calls[0].ticks == (first,)
     assert calls[1].ticks == tuple(others)
     assert calls[1].tasks == 3
     assert calls[1].qk_pairs == 28 + 1 + 45
-    wait_for(lambda: all(tick.closed for tick in (first, *others)))
+    eventually(lambda: all(tick.closed for tick in (first, *others)))
     assert all(tick.busy_seconds > 0 for tick in (first, *others))
 
 
@@ -144,10 +144,10 @@ def test_inputs_that_a_stream_still_writes_hold_up_nobody_else(
     event = StreamEvent()
     late, _ = submit(executor, 5, written=event)
     early, _ = submit(executor, 7)
-    wait_for(lambda: early.closed)
+    eventually(lambda: early.closed)
     assert [call.ticks for call in calls] == [(early,)]
     event.reached.set()
-    wait_for(lambda: late.closed)
+    eventually(lambda: late.closed)
     assert [call.ticks for call in calls] == [(early,), (late,)]
 
 
@@ -159,7 +159,7 @@ def test_inputs_whose_stream_failed_do_not_end_the_thread_that_waits(
     for event in (failed, fine):
         event.reached.set()
     ticks = [submit(executor, 5, written=event)[0] for event in (failed, fine)]
-    wait_for(lambda: all(tick.closed for tick in ticks))
+    eventually(lambda: all(tick.closed for tick in ticks))
 
 
 @pytest.mark.parametrize("is_written", [False, True])
@@ -186,7 +186,7 @@ def test_a_thread_that_waits_holds_no_tensors(
     )
     executor.arrive(tick, 0, source)
     del inputs, source
-    wait_for(lambda: bool(ranks[0].replies) and all(ref() is None for ref in tensors))
+    eventually(lambda: bool(ranks[0].replies) and all(ref() is None for ref in tensors))
     assert not tick.closed
 
 
@@ -198,7 +198,7 @@ def test_phases_do_not_share_a_call(
     for phase in (Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD):
         submit(executor, 3, phase)
     kernel.gate.set()
-    wait_for(lambda: len(calls) == 3)
+    eventually(lambda: len(calls) == 3)
     assert [(call.phase, call.tasks) for call in calls] == [
         (Phase.FORWARD, 1),
         (Phase.BACKWARD, 2),
@@ -214,7 +214,7 @@ def test_a_call_with_enough_work_takes_no_more(kernel: GatedKernel) -> None:
     for _ in range(4):
         submit(executor, 5)
     kernel.gate.set()
-    wait_for(lambda: len(calls) == 3)
+    eventually(lambda: len(calls) == 3)
     executor.close()
     assert [call.tasks for call in calls] == [1, 2, 2]
 
@@ -226,11 +226,11 @@ def test_a_kernel_that_fails_ends_its_ticks_and_not_the_executor(
     kernel.gate.set()
     failed, failures = submit(executor, 5)
     # It closes once its ranks have been told.
-    wait_for(lambda: failed.closed)
+    eventually(lambda: failed.closed)
     assert isinstance(failures[0], MemoryError)
     kernel.error = None
     tick, _ = submit(executor, 5)
-    wait_for(lambda: tick.closed)
+    eventually(lambda: tick.closed)
     assert len(calls) == 1
 
 
@@ -243,7 +243,7 @@ def test_a_tick_that_was_given_up_is_not_run(
     executor.give_up(tick, RuntimeError("the job was closed"))
     last, _ = submit(executor, 3)
     kernel.gate.set()
-    wait_for(lambda: last.closed)
+    eventually(lambda: last.closed)
     assert failures
     assert [call.qk_pairs for call in calls] == [15, 6]
 
@@ -259,8 +259,8 @@ def test_a_failure_outside_of_the_kernel_ends_its_tick_and_not_the_executor(
     with monkeypatch.context() as patched:
         patched.setattr(OpenTick, "part_done", no_memory)
         failed, failures = submit(executor, 5)
-        wait_for(lambda: failed.closed)
+        eventually(lambda: failed.closed)
     assert isinstance(failures[0], MemoryError)
     tick, _ = submit(executor, 5)
-    wait_for(lambda: tick.closed)
+    eventually(lambda: tick.closed)
     assert tick.failure is None

@@ -14,7 +14,8 @@ from attention_node.metrics import NodeMetrics
 from attention_node.served_job import ExchangeTimes
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from tests.unit.attention_node.cases import WAIT_SECONDS, wait_for
+from tests.support.waiting import eventually
+from tests.unit.attention_node.cases import WAIT_SECONDS
 from tests.unit.attention_node.test_executor import GatedKernel, submit
 
 HELD_SECONDS = 0.1
@@ -64,7 +65,7 @@ def test_parts_that_wait_during_a_call_are_the_queue_and_the_call_is_busy_time(
     time.sleep(HELD_SECONDS)
     idle_seconds = value(registry, "idle_seconds_total")
     kernel.gate.set()
-    wait_for(lambda: value(registry, "tasks_total", phase="backward") == 3)
+    eventually(lambda: value(registry, "tasks_total", phase="backward") == 3)
     assert value(registry, "busy_seconds_total") >= HELD_SECONDS
     assert value(registry, "idle_seconds_total") > idle_seconds
     assert value(registry, "queue_depth") == 0
@@ -93,7 +94,7 @@ def test_a_kernel_that_fails_is_no_longer_busy(
     kernel.error = RuntimeError("boom")
     kernel.gate.set()
     _, failures = submit(executor, 5)
-    wait_for(lambda: bool(failures))
+    eventually(lambda: bool(failures))
 
     def still() -> bool:
         busy_seconds = value(registry, "busy_seconds_total")
@@ -101,7 +102,7 @@ def test_a_kernel_that_fails_is_no_longer_busy(
         return value(registry, "busy_seconds_total") == busy_seconds
 
     # The failure is reported a moment before the call is over.
-    wait_for(still)
+    eventually(still)
 
 
 def test_a_ticks_time_is_told_by_part_and_local_rows_have_no_transport(

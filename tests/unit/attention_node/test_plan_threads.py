@@ -6,7 +6,7 @@ import queue
 import threading
 
 from attention_node.plan_threads import PlanThreads
-from tests.support.service_harness import eventually
+from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 10.0
 

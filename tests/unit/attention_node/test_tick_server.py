@@ -40,7 +40,8 @@ from data_plane.transport import (
 )
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
-from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan, wait_for
+from tests.support.waiting import eventually
+from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan
 
 N_LAYERS = 3
 JOB = JobDescription(
@@ -126,7 +127,7 @@ class FakeConnection:
     def arrive(self, tick: Tick) -> None:
         """The request of ``tick``, whose rows may hold anything, when its receive is posted."""
         tag = tick.tag(reply=False)
-        wait_for(lambda: tag in self.offers)
+        eventually(lambda: tag in self.offers)
         self.offers.pop(tag).end(TransferState.DONE)
 
     def close(self, reason: str = "", *, finished: bool = False) -> None:
@@ -232,7 +233,7 @@ def ticks_of(step: int) -> list[Tick]:
 def run_step(harness: Harness, step: int, *connections: FakeConnection) -> None:
     for tick, connection in itertools.product(ticks_of(step), connections):
         connection.arrive(tick)
-    wait_for(lambda: len(connections[0].puts) >= N_LAYERS)
+    eventually(lambda: len(connections[0].puts) >= N_LAYERS)
 
 
 def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: Harness) -> None:
@@ -240,7 +241,7 @@ def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: H
     for _ in range(2):
         harness.add(0)
     run_step(harness, 0, *ranks)
-    wait_for(lambda: len(harness.finished) == 1)
+    eventually(lambda: len(harness.finished) == 1)
     harness.add(0)
     assert harness.server.idle
     assert not ranks[0].offers
@@ -290,10 +291,10 @@ def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) 
     for step in (7, 8, 6):
         harness.add(step)
     run_step(harness, 6, *ranks)
-    wait_for(lambda: len(harness.finished) == 1)
+    eventually(lambda: len(harness.finished) == 1)
     run_step(harness, 7, *ranks)
     run_step(harness, 8, *ranks)
-    wait_for(lambda: len(harness.finished) == 3)
+    eventually(lambda: len(harness.finished) == 3)
     assert [busy.step for busy in harness.finished] == [6, 7, 8]
 
 
@@ -303,7 +304,7 @@ def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
     harness.add(0)
     posted = harness.pool.stats().in_use_bytes
     first.arrive(ticks_of(0)[0])
-    wait_for(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
+    eventually(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
     assert harness.server.open_ticks == 1
     assert harness.pool.stats().in_use_bytes == posted
 
@@ -318,7 +319,7 @@ def test_a_rank_that_is_owed_no_reply_may_be_a_tick_ahead(harness: Harness) -> N
         keys_only.arrive(tick)
     assert not keys_only.offers
     other.arrive(ticks_of(0)[0])
-    wait_for(lambda: list(keys_only.offers) == tags[2:])
+    eventually(lambda: list(keys_only.offers) == tags[2:])
     assert not keys_only.puts
     assert harness.pool.stats().allocations == made
 
@@ -328,16 +329,16 @@ def test_a_failed_tick_is_told_to_ranks_that_send_later() -> None:
     early, late = harness.connect(0), harness.connect(1)
     harness.add(0)
     early.arrive(ticks_of(0)[0])
-    wait_for(lambda: early.closed)
+    eventually(lambda: early.closed)
     late.arrive(ticks_of(0)[0])
-    wait_for(lambda: late.closed)
+    eventually(lambda: late.closed)
     for connection in (early, late):
         assert "no memory for the scores" in connection.reason
         assert "server-0" in connection.reason
-    wait_for(lambda: harness.server.idle)
+    eventually(lambda: harness.server.idle)
     assert harness.server.open_ticks == 0
     assert harness.finished == []
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
     harness.executor.close()
 
 
@@ -355,7 +356,7 @@ def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None
     made[0].add(0)
     posted = made[0].pool.stats().in_use_bytes
     connection.arrive(ticks_of(0)[0])
-    wait_for(lambda: connection.closed)
+    eventually(lambda: connection.closed)
     # The request that was posted, and its reply.
     assert held
     assert held[0] > posted
@@ -376,10 +377,10 @@ def test_a_device_that_gives_no_memory_costs_one_rank_its_connection(
 
     monkeypatch.setattr(harness.pool, "acquire", refuse_after_reply)
     first.arrive(ticks_of(0)[0])
-    wait_for(lambda: first.closed)
+    eventually(lambda: first.closed)
     assert "launch failure" in first.reason
     second.arrive(ticks_of(0)[0])
-    wait_for(lambda: len(second.puts) == 1)
+    eventually(lambda: len(second.puts) == 1)
 
 
 def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
@@ -388,13 +389,13 @@ def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> Non
     second.arrive(ticks_of(0)[0])
     first.close("gave up")
     again = harness.connect(0, first_step=1)
-    wait_for(lambda: second.closed)
+    eventually(lambda: second.closed)
     assert "rank 0 did not run the step to its end" in second.reason
     harness.add(1)
     second = harness.connect(1, first_step=1)
     run_step(harness, 1, again, second)
-    wait_for(lambda: [busy.step for busy in harness.finished] == [1])
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: [busy.step for busy in harness.finished] == [1])
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
 
 
 def test_a_step_that_never_fits_is_refused_with_what_is_missing() -> None:
@@ -426,12 +427,12 @@ def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() 
     ranks[1].arrive(first)
     for tick in ticks_of(0)[1:]:
         for connection in ranks:
-            wait_for(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
+            eventually(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
             connection.arrive(tick)
-    wait_for(lambda: len(harness.finished) == 1)
+    eventually(lambda: len(harness.finished) == 1)
     waited = "distca_attention_node_memory_wait_seconds_total"
     assert (harness.registry.get_sample_value(waited, {"server": "server-0"}) or 0.0) > 0.05
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
     harness.executor.close()
 
 
@@ -444,10 +445,10 @@ def test_a_plan_of_a_higher_epoch_tells_of_a_recovery_that_was_not_heard_of(
     harness.add(0, epoch=2)
     assert all("recovers with epoch 2" in connection.reason for connection in before)
     harness.add(0, epoch=1)
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
     run_step(harness, 0, *[harness.connect(rank, epoch=2) for rank in range(2)])
-    wait_for(lambda: [busy.step for busy in harness.finished] == [0])
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: [busy.step for busy in harness.finished] == [0])
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
 
 
 def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> None:
@@ -458,7 +459,7 @@ def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> 
     harness.server.close_job(JOB.job_id, "rank 1 failed")
     under_way.end(TransferState.DONE)
     assert "rank 1 failed" in first.reason
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
 
 
 def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
@@ -480,9 +481,9 @@ def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
     for number, tick in enumerate(ticks_of(0), 1):
         for connection in connections:
             connection.arrive(tick)
-        wait_for(lambda number=number: all(len(c.puts) == number for c in connections))  # type: ignore[misc]
+        eventually(lambda number=number: all(len(c.puts) == number for c in connections))  # type: ignore[misc]
         # A tick is over a moment after its last reply.
-        wait_for(lambda: harness.server.open_ticks == 0)
+        eventually(lambda: harness.server.open_ticks == 0)
     assert harness.pool.stats().allocations == made
 
 
@@ -519,9 +520,9 @@ def test_a_rank_that_sends_a_tick_on_two_connections_counts_once(harness: Harnes
     tick = ticks_of(0)[0]
     first.arrive(tick)
     second.arrive(tick)
-    wait_for(lambda: second.closed)
+    eventually(lambda: second.closed)
     other.arrive(tick)
-    wait_for(lambda: bool(first.puts) and bool(other.puts))
+    eventually(lambda: bool(first.puts) and bool(other.puts))
     assert not first.closed
     harness.server.close()
-    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    eventually(lambda: harness.pool.stats().in_use_bytes == 0)

@@ -20,7 +20,8 @@ from control_plane.planner.planners import prepare
 from distca.contract.codec import plan_from_proto
 from tests.service.control_plane.cold_start.test_server import BUSY_SECONDS, planner_state
 from tests.support import service_harness
-from tests.support.service_harness import client_of, eventually, job_spec, rank_manifest
+from tests.support.service_harness import client_of, job_spec, rank_manifest
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -61,8 +62,10 @@ def flipped(content: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-@pytest.mark.parametrize("damage", [truncated, emptied, zeroed, flipped])
+@pytest.mark.parametrize(
+    ("damage", "suffix"),
+    [(truncated, "nbc"), (emptied, "nbi"), (zeroed, "nbi"), (flipped, "nbc")],
+)
 def test_a_control_plane_with_a_damaged_cache_starts_and_plans(
     compiled: Path,
     tmp_path: Path,
@@ -89,10 +92,10 @@ def test_a_control_plane_with_a_damaged_cache_starts_and_plans(
             stderr=stderr,
         )
     try:
-        eventually(lambda: address_file.exists() or process.poll() is not None)
+        eventually(lambda: address_file.exists() or process.poll() is not None, BUSY_SECONDS)
         assert process.poll() is None, log.read_text()
         with client_of(json.loads(address_file.read_text())["grpc"]) as client:
-            eventually(lambda: planner_state(client.channel) == "compiled")
+            eventually(lambda: planner_state(client.channel) == "compiled", BUSY_SECONDS)
             client.register("s0")
             spec = job_spec(n_ranks=1)
             job_id, lease = client.open(0, spec)

@@ -17,7 +17,8 @@ from control_plane.cold_start.uncompiled_process import NOTE
 from distca.contract.codec import plan_from_proto
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2
 from tests.support import service_harness
-from tests.support.service_harness import client_of, eventually, job_spec, rank_manifest
+from tests.support.service_harness import client_of, job_spec, rank_manifest
+from tests.support.waiting import eventually
 
 BUSY_SECONDS = 90.0
 """Three processes start, on a machine that may have other things to do."""
@@ -43,7 +44,7 @@ def test_it_plans_while_the_planner_compiles(
     )
     children: list[psutil.Process] = []
     try:
-        eventually(lambda: address_file.exists() or process.poll() is not None)
+        eventually(lambda: address_file.exists() or process.poll() is not None, BUSY_SECONDS)
         with client_of(json.loads(address_file.read_text())["grpc"]) as client:
             assert planner_state(client.channel) == "compiling"
             client.register("s0")
