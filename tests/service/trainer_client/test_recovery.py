@@ -311,30 +311,6 @@ def test_one_buffer_for_the_keys_of_all_layers_is_replayed_as_it_was(
             assert_close("o", result.rows[key]["o"], rows["o"].double())
 
 
-def test_keys_that_a_checkpointed_layer_writes_over_are_replayed_as_they_were(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def layer(self: Layers, rows: Rows, kind: Layer) -> torch.Tensor:
-        q, k, v = (rows[name] * 1.0 for name in "qkv")
-        o = core_attention(q, k, v)
-        k.mul_(0)
-        v.mul_(0)
-        return o
-
-    monkeypatch.setattr(Layers, "_layer", layer)
-    with Team(
-        servers,
-        3,
-        NODE_SHAPE,
-        n_layers=N_LAYERS,
-        placement="mixed",
-        n_nano_batches=1,
-        checkpointed=True,
-    ) as team:
-        kill_behind(monkeypatch, nodes_of(servers), step=0)
-        assert max(recoveries(team.check(one_after_the_other(96)))) >= 1
-
-
 def test_keys_that_were_changed_are_not_replayed(
     servers: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,26 +149,6 @@ def test_documents_in_both_nano_batches_match_the_reference(case: str, checkpoin
     Steps(ONE_RANK[case], checkpointed=checkpointed).check()
 
 
-def test_each_rank_cuts_documents_of_its_own() -> None:
-    Steps(
-        [
-            RankManifest(
-                0,
-                0,
-                (
-                    (Segment(1, 3, 0, 3), Segment(2, 200, 0, 97)),
-                    (Segment(2, 200, 97, 103), Segment(3, 64, 0, 64)),
-                ),
-            ),
-            RankManifest(
-                0,
-                1,
-                ((Segment(4, 129, 0, 128),), (Segment(5, 7, 0, 7), Segment(4, 129, 128, 1))),
-            ),
-        ]
-    ).check()
-
-
 def test_pieces_of_a_rank_need_nothing_of_those_that_chunks_part_from_them() -> None:
     """Document 1 is over two ranks, cut at chunks between them and anywhere within each."""
     manifests = [
