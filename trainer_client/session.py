@@ -39,9 +39,8 @@ from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.link.control_link import ControlLink
-from trainer_client.link.data_host import data_host_of
+from trainer_client.link.own_transport import data_host_of, transport_of
 from trainer_client.link.planned_step import PlannedStep
-from trainer_client.link.pool_transports import transport_of
 from trainer_client.metrics import TickWait, TrainerMetrics
 from trainer_client.options import Placement, RankOptions
 from trainer_client.step.examiner import Examiner

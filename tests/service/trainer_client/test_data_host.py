@@ -7,7 +7,7 @@ import pytest
 from core_attention.shape import AttentionShape
 from distca.contract import rpc
 from trainer_client import Placement, SessionOptions
-from trainer_client.link.data_host import data_host_of
+from trainer_client.link.own_transport import data_host_of
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 CONTROL_PLANE = "127.0.0.1:7700"
