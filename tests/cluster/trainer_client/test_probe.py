@@ -16,13 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_client.models.transformers
 from core_attention.errors import TensorError
-from core_attention.manifest import RankManifest
-from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.process_groups import process_group
 from trainer_client import (
     AttentionShape,
     PingPong,
-    Session,
     SessionError,
     SessionOptions,
     core_attention,
@@ -93,29 +90,6 @@ def test_shape_calls_and_scale_are_found(
     options = SessionOptions.for_model(make_model(config), **JOB)
     assert (options.n_layers, options.shape, options.device) == (n_layers, shape, "cpu")
     assert options.softmax_scale == pytest.approx(scale)
-
-
-def test_a_hybrid_trains_with_what_was_found(pool_of_four: Cluster) -> None:
-    """Only its full-attention layer is served, and the step ends complete."""
-    keep_profile(pool_of_four.folder, SHAPE)
-    config = transformers.Lfm2Config(
-        **SIZES, layer_types=["conv", "full_attention", "conv"], use_cache=False
-    )
-    model = make_model(config)
-    options = SessionOptions.for_model(
-        model,
-        **{**JOB, "control_plane": pool_of_four.address, "job": "hybrid"},
-        **on_this_host(pool_of_four.folder),
-    )
-    batches = [
-        {"input_ids": positions % 64, "position_ids": positions, "labels": positions % 64}
-        for positions in (torch.arange(9)[None], torch.arange(5)[None])
-    ]
-    with Session.open(options) as session:
-        session.submit(RankManifest.from_lengths(0, 0, ([9], [5])))
-        with session.step(0) as running:
-            sum(output.loss for output in PingPong(model)(batches)).backward()
-    assert running.complete
 
 
 class Restless(nn.Module):

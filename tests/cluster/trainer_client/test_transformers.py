@@ -117,19 +117,12 @@ def assert_trains_as_locally(
     session: Session,
     config: transformers.PreTrainedConfig,
     lengths: tuple[list[int], ...] = LENGTHS,
-    *,
-    locally: str = "",
-    checkpointed: bool = False,
 ) -> None:
     """Loss and gradients are those of the same model with PyTorch's attention, which runs every
     document alone."""
     model = make_model(copy.deepcopy(config), "distca")
-    has_sinks = any("sinks" in name for name, _ in model.named_parameters())
-    local = make_model(copy.deepcopy(config), locally or ("eager" if has_sinks else "sdpa"))
+    local = make_model(copy.deepcopy(config), "sdpa")
     local.load_state_dict(model.state_dict())
-    if checkpointed:
-        cast("Any", model).gradient_checkpointing_enable()
-        model.train()
     batches = make_batches(lengths=lengths)
     with session.step(submit(session, lengths)):
         outputs = PingPong(model)(batches)
@@ -358,17 +351,6 @@ def test_a_model_that_mixes_documents_trains_on_one_a_nano_batch(
     assert_trains_as_locally(chosen, config, ONE_EACH)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [transformers.GPTBigCodeConfig(**GPT, multi_query=False), transformers.GPT2Config(**GPT)],
-    ids=["GPTBigCode", "GPT2"],
-)
-def test_models_with_learned_positions_train_as_with_local_attention(
-    session_of_four_kv_heads: Session, config: transformers.PreTrainedConfig
-) -> None:
-    assert_trains_as_locally(session_of_four_kv_heads, config)
-
-
 @pytest.mark.parametrize("wrong", [True, False])
 def test_positions_are_compared_where_the_model_hands_none_on(
     session_of_four_kv_heads: Session, *, wrong: bool
@@ -558,35 +540,6 @@ MIXED = {
 def session_of_one_layer(pool_of_four: Cluster) -> Iterator[Session]:
     with open_session(pool_of_four, "transformers-1", planner="random", n_layers=1) as opened:
         yield opened
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", MIXED)
-def test_layers_with_windows_are_computed_at_home(
-    session_of_one_layer: Session, name: str, checkpointed: bool
-) -> None:
-    assert_trains_as_locally(session_of_one_layer, MIXED[name], checkpointed=checkpointed)
-
-
-def test_a_softcap_goes_with_the_session(pool_of_four: Cluster) -> None:
-    config = transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16)
-    options = SessionOptions.for_model(
-        make_model(copy.deepcopy(config), "distca"),
-        control_plane="localhost:7700",
-        job="probed",
-        rank=0,
-        n_ranks=1,
-    )
-    assert (options.n_layers, options.shape.softcap) == (1, 50.0)
-    with open_session(
-        pool_of_four, "gemma2", planner="random", n_layers=1, shape=options.shape
-    ) as session:
-        assert_trains_as_locally(session, config, locally="eager")
-
-
-def test_a_window_as_long_as_the_longest_document_is_no_limit(session: Session) -> None:
-    """Of a model that has no full layers."""
-    assert_trains_as_locally(session, transformers.MistralConfig(**SIZES, sliding_window=90))
 
 
 def test_a_layer_whose_mask_and_window_differ_is_refused(session_of_one_layer: Session) -> None:
