@@ -163,13 +163,21 @@ class _SealedFile(_CacheFile):  # type: ignore[misc]
             file.write(content.getvalue() + _digest(content.getvalue()))
 
     def _load_index(self) -> Any:
-        return super()._load_index() if _is_whole(Path(self._index_path)) else {}
+        if not _is_whole(Path(self._index_path)):
+            return {}
+        try:
+            return super()._load_index()
+        except (ImportError, AttributeError):  # of a release whose modules have other names
+            return {}
 
     def _load_data(self, name: str) -> Any:
         path = Path(self._data_path(name))
         if not _is_whole(path):
             raise OSError(f"{path} is damaged")  # to numba the same as a file that is not there
-        return super()._load_data(name)
+        try:
+            return super()._load_data(name)
+        except (ImportError, AttributeError) as error:
+            raise OSError(f"{path} is of another release") from error
 
 
 def _is_whole(path: Path) -> bool:
