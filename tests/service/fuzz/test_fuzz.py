@@ -15,7 +15,7 @@ from tests.service.fuzz.harness import Broken, run
 from tests.service.fuzz.mutation import mutated, mutated_bytes
 from tests.service.fuzz.targets import TARGETS
 
-COUNT = int(os.environ.get("DISTCA_FUZZ_COUNT", "15000"))
+COUNT = int(os.environ.get("DISTCA_FUZZ_COUNT", "5000"))
 SEED = os.environ.get("DISTCA_FUZZ_SEED", "1")
 SECONDS = 120 + COUNT / 300
 """Inputs take one or two milliseconds on a busy machine."""

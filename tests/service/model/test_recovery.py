@@ -22,8 +22,6 @@ from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.rank import RankMachine
 from trainer_client.machine.step import State, StepMachine
 
-"""Whether larger bounds are explored too, which takes minutes."""
-
 PAIR = Setting(documents=(Document(0, (0, 1)),))
 """One document over two ranks."""
 

@@ -16,8 +16,6 @@ from core_attention.tick_order import TickOrder, Turn
 from tests.service.model.explorer import Exploration, ModelViolation, explore
 from tests.service.model.serving import Serving, ServingModel, piped
 
-"""Whether larger bounds are explored too, which takes minutes."""
-
 RECOVERY = Serving(forward_only=True, recoveries=1)
 UNHEARD = Serving(forward_only=True, recoveries=1, unheard=True)
 FROZEN = Serving(frozen=True)
