@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -14,20 +14,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from core_attention.errors import ManifestError, PlanError, ProfileError, ScheduleError
 from core_attention.whole_file import write_whole
 from distca.apps.preview.sections import PageSection
 from distca.apps.preview.settings import OutputSettings
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.verdict import Judgement, Worth
 from distca.process.plain_text import plain, plain_lines
+from distca.shown_errors import shown_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WRONG_INPUT_EXIT_CODE = 2
 
-_DRAWING_PACKAGES = {"matplotlib", "jinja2"}
 _COLOURS = {
     Worth.GAIN: "green",
     Worth.SLOWER: "red",
@@ -117,31 +115,15 @@ def _element(svg: str) -> object:
 
 @contextmanager
 def wrong_input_ends() -> Iterator[None]:
-    """Shows an error about what the user handed in, by name and in one line, and exits.
-
-    So do an output that cannot be written, and a missing package of the drawings. Other errors
-    pass: they are defects.
-    """
+    """Shows an error that is meant for people by name and in one line, and exits; defects pass."""
     try:
         yield
-    except ImportError as error:
-        if error.name not in _DRAWING_PACKAGES:
+    except Exception as error:
+        shown = shown_error(error)
+        if shown is None:
             raise
-        _end(f"MissingPackage: {error.name} is not installed; drawings need distca[trainer]")
-    except (
-        OSError,
-        InputError,
-        ManifestError,
-        PlanError,
-        ProfileError,
-        ScheduleError,
-    ) as error:
-        _end(f"{type(error).__name__}: {error}")
-
-
-def _end(message: str) -> NoReturn:
-    name, _, rest = " ".join(message.split()).partition(": ")
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(f"[bold red]{name}[/]: ", end="")
-    console.print(plain(rest), markup=False, highlight=False)
-    raise typer.Exit(WRONG_INPUT_EXIT_CODE)
+        name, text = shown
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"[bold red]{name}[/]: ", end="")
+        console.print(plain(" ".join(text.split())), markup=False, highlight=False)
+        raise typer.Exit(WRONG_INPUT_EXIT_CODE) from error

@@ -117,7 +117,7 @@ def test_missing_drawing_packages_are_named(
         app, ["--distribution", "prolong", *SMALL, "--html", str(tmp_path / "a.html")]
     )
     assert result.exit_code == 2
-    assert "MissingPackage: jinja2 is not installed" in result.stderr
+    assert "needs the package jinja2" in result.stderr
 
 
 @pytest.mark.parametrize("placement", ["pool", "mixed"])
