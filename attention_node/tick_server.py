@@ -192,10 +192,11 @@ class TickServer:
         with self._lock:
             return self._machine.idle
 
-    def is_serving(self, last_step: int) -> bool:
-        """Returns whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
+    def is_serving(self, last_step: int, first_step: int = 0) -> bool:
+        """Returns whether a step from ``first_step`` to ``last_step`` is unfinished, or a reply has
+        not left yet."""
         with self._lock:
-            return self._machine.is_serving(last_step)
+            return self._machine.is_serving(last_step, first_step)
 
     def open_job(self, description: JobDescription) -> None:
         """Admits a job; its trainers may connect from now on."""

@@ -40,7 +40,6 @@ from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.own_transport import data_host_of, transport_of
-from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TickWait, TrainerMetrics
 from trainer_client.options import Placement, RankOptions
 from trainer_client.step.examiner import Examiner
@@ -162,6 +161,8 @@ class Session:
         self._handed_in: set[int] = set()
         self._last_step = -1
         self._entered: int | None = None
+        self._open: set[int] = set()
+        self._unreported: dict[int, RunningStep] = {}
         self._closed = False
         try:
             self._in_place = self._make_server()
@@ -307,11 +308,7 @@ class Session:
                 "increasing order: if it has not run, submit its documents again, as step "
                 f"{self.next_step}"
             )
-        began = time.perf_counter()
-        planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
-        plan_wait_seconds = time.perf_counter() - began
-        self._metrics.plan_waited_for(plan_wait_seconds)
-        running = self._begin(planned)
+        running = self.begin(step)
         token = current_step.set(running)
         self._entered = step
         why = ""
@@ -326,8 +323,69 @@ class Session:
         finally:
             current_step.reset(token)
             self._entered = None
-            self._end(running, plan_wait_seconds, why)
+            self.end(running, why)
+            # A step that failed may have left the device with work that never ends.
+            self.report_ended(_DEVICE_SECONDS if running.complete else 0.0)
         running.check_ended()
+
+    def begin(self, step: int) -> RunningStep:
+        """Begins a step, which may run beside others that are open, each in nano-batches of its
+        own; :meth:`end` ends it. Later steps must come later.
+
+        Raises:
+            PlanNotReady: as :meth:`step`.
+            SessionClosed: the job ended.
+        """
+        began = time.perf_counter()
+        planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
+        plan_wait_seconds = time.perf_counter() - began
+        self._metrics.plan_waited_for(plan_wait_seconds)
+        self._last_step = planned.plan.step
+        self._handed_in = {number for number in self._handed_in if number > self._last_step}
+        running = self._running = self._steps.begin(planned)
+        running.plan_wait_seconds = plan_wait_seconds
+        self._open.add(step)
+        return running
+
+    def stop(self, running: RunningStep) -> None:
+        """No more is computed of an open step, as when its graph is gone: servers are told to
+        expect nothing. Call :meth:`end` then.
+
+        Raises:
+            SessionClosed: the job ended.
+        """
+        self._steps.stop(running)
+        running.stopped = True
+
+    def end(self, running: RunningStep, why: str = "") -> None:
+        """Ends an open step. On a GPU, returns once this process's server owes nothing of it.
+
+        Args:
+            running: the step.
+            why: the error that it ends with; empty if there is none.
+        """
+        if self._running is running:
+            self._running = None
+        self._open.discard(running.step)
+        self._neighbours.forget(self._steps.is_finished)
+        self._steps.end(running, why or running.given_up or running.unfinished)
+        forget_step(running)
+        running.seconds = time.perf_counter() - running.began_seconds
+        self._unreported[running.step] = running
+        if self._runs_ahead and running.complete:
+            # What the loop does next may hold up the device, and with it whoever is served.
+            # Steps before it may be open here and elsewhere: nobody waits for those.
+            self._await_end(lambda: self._in_place.ticks.is_serving(running.step, running.step))
+
+    def report_ended(self, device_seconds: float = 0.0) -> None:
+        """Reports steps that have ended, in order: not those after a step that is open.
+
+        Args:
+            device_seconds: how long a GPU may take to come to the end of one.
+        """
+        before = min(self._open, default=self._last_step + 1)
+        for step in sorted(step for step in self._unreported if step < before):
+            self._report(self._unreported.pop(step), device_seconds)
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
@@ -352,6 +410,7 @@ class Session:
         self._closed = True
         try:
             if not error:
+                self.report_ended(_DEVICE_SECONDS)
                 self._serve_to_the_end()
         finally:
             self._leave(error)
@@ -456,12 +515,9 @@ class Session:
 
     def _serve_to_the_end(self) -> None:
         last = self._last_step
-        self._await_end(lambda: self._is_serving(last) or self._steps.may_be_asked(last))
-
-    def _is_serving(self, last: int) -> bool:
-        """Returns whether this process's server owes another rank something of a step up to
-        ``last``."""
-        return self._in_place.ticks.is_serving(last)
+        self._await_end(
+            lambda: self._in_place.ticks.is_serving(last) or self._steps.may_be_asked(last)
+        )
 
     def _await_end(self, is_needed: Callable[[], bool]) -> None:
         """Waits while other ranks need this process to end the last step."""
@@ -474,20 +530,8 @@ class Session:
                 return
             time.sleep(_SERVING_CHECK_SECONDS)
 
-    def _begin(self, planned: PlannedStep) -> RunningStep:
-        self._last_step = planned.plan.step
-        self._handed_in = {number for number in self._handed_in if number > self._last_step}
-        running = self._running = self._steps.begin(planned)
-        return running
-
-    def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
-        """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
-        self._running = None
-        self._neighbours.forget(self._steps.is_finished)
-        self._steps.end(running, why or running.given_up or running.unfinished)
-        forget_step(running)
-        waits = self._waits_of(running)
-        seconds = time.perf_counter() - running.began_seconds
+    def _report(self, running: RunningStep, device_seconds: float) -> None:
+        waits = self._waits_of(running, device_seconds)
         exposed_seconds: float | None = running.wait_seconds
         if self._runs_ahead:
             known = waits is not None
@@ -495,8 +539,8 @@ class Session:
         running.report = StepReport(
             step=running.step,
             tokens=sum(running.n_rows(n) for n in range(self.options.n_nano_batches)),
-            step_seconds=seconds,
-            plan_wait_seconds=plan_wait_seconds,
+            step_seconds=running.seconds,
+            plan_wait_seconds=running.plan_wait_seconds,
             wait_seconds=running.wait_seconds,
             exposed_seconds=exposed_seconds,
             send_seconds=running.send_seconds,
@@ -507,50 +551,44 @@ class Session:
             recovery_seconds=running.recovery_seconds,
             edge_wait_seconds=running.edge_wait_seconds,
         )
-        now = time.monotonic()
         tracing.record(
             "distca.step",
             self.job_id,
             running.step,
-            began_at=now - seconds,
-            ended_at=now,
+            began_at=running.began_seconds,
+            ended_at=running.began_seconds + running.seconds,
             error="" if running.complete else "the step was not run to its end",
             rank=self.options.rank,
             wait_seconds=running.wait_seconds,
             send_seconds=running.send_seconds,
-            plan_wait_seconds=plan_wait_seconds,
+            plan_wait_seconds=running.plan_wait_seconds,
         )
         self._metrics.step_ended(
             complete=running.complete,
             tokens=running.report.tokens,
-            seconds=seconds,
+            seconds=running.seconds,
             send_seconds=running.send_seconds,
             exposed_seconds=exposed_seconds,
             waits=waits or (),
         )
         if not running.complete:
             return
-        if self._runs_ahead:
-            # What the loop does next may hold up the device, and with it whoever is served.
-            self._await_end(lambda: self._is_serving(running.step))
-        self._metrics.tasks_served(running.served_tasks())
+        if not running.stopped:
+            self._metrics.tasks_served(running.served_tasks())
         self._link.report(
             running.step,
             jobs_pb2.RankMeasurement(
                 rank=self.options.rank,
-                step_seconds=seconds,
+                step_seconds=running.seconds,
                 wait_seconds=exposed_seconds,
                 tokens=running.report.tokens,
             ),
         )
 
-    def _waits_of(self, running: RunningStep) -> Sequence[TickWait] | None:
+    def _waits_of(self, running: RunningStep, seconds: float) -> Sequence[TickWait] | None:
         """Returns how long the step's ticks held up the rank; None if a GPU does not report it in
         time."""
-        if not self._runs_ahead:
-            return running.waits
-        # A step that failed may have left the device with work that never ends.
-        return lengths(running.device_waits, _DEVICE_SECONDS if running.complete else 0.0)
+        return lengths(running.device_waits, seconds) if self._runs_ahead else running.waits
 
     def _make_hello(self, server: PlanServer, first_step: int, epoch: int) -> bytes:
         return data_plane_pb2.Hello(

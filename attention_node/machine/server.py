@@ -180,9 +180,12 @@ class ServerMachine(Generic[Peer, Work]):
         """Returns whether no planned step is unfinished and every reply has left."""
         return not self._n_leaving and not any(job.steps for job in self._jobs.values())
 
-    def is_serving(self, last_step: int) -> bool:
-        """Returns whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
-        return self._n_leaving > 0 or any(number <= last_step for _, number in self._live_steps())
+    def is_serving(self, last_step: int, first_step: int = 0) -> bool:
+        """Returns whether a step from ``first_step`` to ``last_step`` is unfinished, or a reply has
+        not left yet."""
+        return self._n_leaving > 0 or any(
+            first_step <= number <= last_step for _, number in self._live_steps()
+        )
 
     @property
     def lost_ranks(self) -> list[tuple[str, int]]:

@@ -122,6 +122,16 @@ class LaneMachine:
         end = self.calls.end
         return None if end is None or end >= self._end else end
 
+    @property
+    def can_stop(self) -> bool:
+        """True if nobody waits for a tick that has begun, nor for one that has not."""
+        return not self.outline.is_shared and all(begun.is_complete for begun in self)
+
+    def stop(self) -> None:
+        """No tick will come after those that are complete."""
+        if not self.is_over:
+            self.calls.stop(self.complete_ticks)
+
     def begin(self, tick: Tick, index: int) -> BegunTick:
         """The training loop has the rows of a tick."""
         begun = self._begun[index] = BegunTick(tick, index)

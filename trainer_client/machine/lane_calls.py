@@ -34,7 +34,7 @@ class LaneCalls:
         self._said = f"the job has n_layers={n_layers}; set n_layers to the calls in one forward"
         self._needs_backward: list[bool] = []
         self._next_backward = n_layers - 1
-        self._backward_begun = False
+        self._stopped_at: int | None = None
 
     @property
     def forward_calls(self) -> int:
@@ -50,6 +50,8 @@ class LaneCalls:
     def end(self) -> int | None:
         """The place in the job's lane behind its last tick; None until its last forward call has
         come."""
+        if self._stopped_at is not None:
+            return self._stopped_at
         if self.forward_calls < self.n_layers:
             return None
         return self.first_layer + self.n_layers + self.expected_backward_calls
@@ -94,6 +96,10 @@ class LaneCalls:
             )
         self._needs_backward.append(needs_backward)
         return self.first_layer + layer
+
+    def stop(self, end: int) -> None:
+        """The lane ends before place ``end``, whatever calls come."""
+        self._stopped_at = end
 
     def returned(self) -> None:
         """The forward pass of the lane is over, or that of a stage in it."""

@@ -188,6 +188,22 @@ class StepMachine(Generic[Plan, Cause]):
         """It cannot go on."""
         self.failure = self.failure or why
 
+    @property
+    def can_stop(self) -> bool:
+        """True if no tick is under way and no other rank needs rows of this one."""
+        return all(lane.can_stop for lane in self.lanes)
+
+    def stop(self) -> list[EndLane]:
+        """Ends its lanes where they are, if a plan is in force, no tick is under way and no other
+        rank needs rows of this one; else changes nothing."""
+        if self.state is not State.IN_FORCE or not self.can_stop:
+            return []
+        for lane in self.lanes:
+            lane.stop()
+        return [
+            each for nano_batch in range(len(self.lanes)) for each in self._end_lane(nano_batch)
+        ]
+
     def abandon(self) -> list[Instruction[Plan, Cause]]:
         """Its ticks will neither be completed nor replayed."""
         self.abandoned = True
@@ -242,5 +258,7 @@ class StepMachine(Generic[Plan, Cause]):
             return []
         if not lane.is_over:
             return []
-        layer = 2 * self._n_layers - 1 - end
-        return [EndLane(Tick(self.step, layer, nano_batch, Phase.BACKWARD), self.outline.epoch)]
+        phase, layer = Phase.FORWARD, end
+        if end >= self._n_layers:
+            phase, layer = Phase.BACKWARD, 2 * self._n_layers - 1 - end
+        return [EndLane(Tick(self.step, layer, nano_batch, phase), self.outline.epoch)]

@@ -8,6 +8,7 @@ computes something else: with ping-pong, the other nano-batch.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ class AttentionCall:
         self._nano_batch = nano_batch
         self._sent: SentTick | None = None
         self._phases_sent: set[Phase] = set()
+        running.calls.add(self)
 
     def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends q ``[rows, heads, head_dim]``, k and v ``[rows, heads_kv, head_dim]``, packed
@@ -88,6 +90,14 @@ class AttentionCall:
         if self.handed_over is not None:
             self.handed_over.add_to(gradients)
         return dq, gradients["dk"].to(dq.dtype), gradients["dv"].to(dq.dtype)
+
+    def end_step(self) -> None:
+        """If the step is complete by this call, ends it when the backward pass that runs is over:
+        whoever called ``backward`` may do anything after it."""
+        running = self._running
+        if running.on_complete is not None and running.complete:
+            untyped: Any = torch.autograd.Variable
+            untyped._execution_engine.queue_callback(running.on_complete)
 
     def _send(self, phase: Phase, inputs: Tensors, outputs: Tensors) -> None:
         running = self._running

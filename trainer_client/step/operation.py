@@ -230,6 +230,7 @@ class _Send(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv = ctx.call.collect_backward()
+        ctx.call.end_step()
         # The operation that has given the link, of the nano-batch before, runs after this one.
         link = dq.new_empty(0, dtype=torch.float32) if ctx.has_link else None
         return dq, dk, dv, link, None

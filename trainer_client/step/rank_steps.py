@@ -207,6 +207,19 @@ class RankSteps:
         self._carry_out(instructions, connects=True)
         return running
 
+    def stop(self, running: RunningStep) -> None:
+        """End a step's lanes where they are, once a plan is in force. It is complete then, unless a
+        tick is under way or another rank needs rows of this one."""
+        while not running.complete:
+            machine = running.machine
+            self._post(machine.stop)
+            with self.lock:
+                if machine.failure or machine.is_complete or not machine.can_stop:
+                    return
+                machine.still_waiting(time.monotonic(), can_be_planned=self._link.connected)
+                self.lock.wait(CHECK_SECONDS)
+            self._link.check()
+
     def end(self, running: RunningStep, why: str) -> None:
         """The step's block has ended; ``why``, if it was not run to its end. Its rows may still be
         asked for if it was."""

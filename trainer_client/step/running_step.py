@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -82,7 +83,12 @@ class RunningStep:
         machine: what becomes of its ticks, once it has begun.
         sent: the ticks that were sent.
         in_force: of the last plan that there were connections for; None before the first.
+        stopped: it was ended before its last tick, and servers know.
         given_up: why its user gave it up; empty otherwise.
+        calls: of core attention that autograd's graph still holds.
+        on_complete: called at the end of the backward pass that completes the step.
+        seconds: from its beginning to its end, once it has ended.
+        plan_wait_seconds: how long it waited for its plan.
         waits: for ticks that are complete, on a CPU.
         device_waits: likewise, on a GPU.
     """
@@ -119,8 +125,11 @@ class RunningStep:
         self.sent_bytes = self.received_bytes = 0
         self.recoveries = self.replayed_ticks = 0
         self.began_seconds = time.perf_counter()
-        self.closed = False
+        self.seconds = self.plan_wait_seconds = 0.0
+        self.closed = self.stopped = False
         self.given_up = ""
+        self.calls: WeakSet[object] = WeakSet()
+        self.on_complete: Callable[[], None] | None = None
         self.ticks = ticks
         self.neighbours = neighbours
         manifest = plan.manifest
@@ -271,10 +280,18 @@ class RunningStep:
         """Has ``check`` called when the step's block has ended without an error."""
         self._checks.append(check)
 
-    def check_ended(self) -> None:
-        """Check that a step whose block ended without an error is complete, or was given up."""
+    def check_arguments(self) -> None:
+        """Runs what :meth:`check_at_end` was given.
+
+        Raises:
+            ValueError: tensors on a GPU told of other documents than the manifest.
+        """
         for check in self._checks:
             check()
+
+    def check_ended(self) -> None:
+        """Check that a step whose block ended without an error is complete, or was given up."""
+        self.check_arguments()
         if self.complete or self.given_up:
             return
         if not self.called:

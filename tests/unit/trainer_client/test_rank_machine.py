@@ -452,3 +452,27 @@ def test_a_step_that_needs_nobody_any_more_enters_no_plan() -> None:
     rank.machine.own_server_planned(outline)
     rank.machine.end_step(0, "")
     assert rank.connected(2) == []
+
+
+@pytest.mark.parametrize("n_complete", range(2 * N_LAYERS))
+def test_a_step_that_is_stopped_tells_servers_to_expect_no_more(n_complete: int) -> None:
+    rank = running_rank(ALONE)
+    ticks = [*map(forward, range(N_LAYERS)), *map(backward, reversed(range(N_LAYERS)))]
+    for tick in ticks[:n_complete]:
+        rank.complete(tick, epoch=1)
+    stopped = rank.running().stop()
+    assert stopped == [instructions.EndLane(ticks[n_complete], 1)]
+    assert rank.running().is_complete
+    assert not of_type(rank.machine.end_step(0, ""), instructions.ReportGivenUp)
+    assert answer(rank.recover(2))[0] == ((2 * N_LAYERS,), True)
+
+
+@pytest.mark.parametrize("case", ["shared", "under way", "without a plan"])
+def test_a_step_that_somebody_waits_for_is_not_stopped(case: str) -> None:
+    rank = running_rank(SHARED if case == "shared" else ALONE)
+    if case == "under way":
+        rank.send(forward(0), epoch=1)
+    elif case == "without a plan":
+        rank.recover(2)
+    assert rank.running().stop() == []
+    assert not rank.running().is_complete
