@@ -71,7 +71,7 @@ def manifest_of_row(
         step: the training step.
         rank: this rank.
         batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``, or an
-            ``attention_mask`` ``[batch, tokens]`` with padding on the right.
+            ``attention_mask`` ``[batch, tokens]`` with padding.
         n_parts: nano-batches of the job; see :func:`~trainer_client.turns.parts.split_documents`.
         cut_documents: whether the row is split in its middle instead, of two nano-batches.
 
@@ -83,7 +83,7 @@ def manifest_of_row(
     elif batch.get("cu_seq_lens_q") is not None:
         lengths = on_host(batch["cu_seq_lens_q"]).diff().tolist()
     elif is_padded(batch):
-        lengths = _padded_lengths(batch["attention_mask"])
+        lengths = padded_lengths(on_host(batch["attention_mask"]).bool())
     else:
         shown = {
             name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")
@@ -118,15 +118,22 @@ def is_padded(batch: Mapping[str, Any]) -> bool:
     )
 
 
-def _padded_lengths(mask: torch.Tensor) -> list[int]:
-    seen = on_host(mask).bool()
+def padded_lengths(seen: torch.Tensor) -> list[int]:
+    """Tokens of each row of a batch.
+
+    Args:
+        seen: ``[batch, tokens]`` bool on the host, true where a token is.
+
+    Raises:
+        ManifestError: a row has no token, or padding between its tokens.
+    """
     lengths = seen.sum(1)
-    of_right = torch.arange(mask.shape[1]) < lengths[:, None]
-    if not torch.equal(seen, of_right) or not bool(lengths.all()):
-        row = int(((seen != of_right).any(1) | (lengths == 0)).nonzero()[0])
+    runs = seen[:, :1].long().squeeze(1) + (seen[:, 1:] & ~seen[:, :-1]).sum(1)
+    if not bool((runs == 1).all()):
+        row = int((runs != 1).nonzero()[0])
         raise ManifestError(
-            f"row {row} of attention_mask {tuple(mask.shape)} has no token, or padding before or "
-            "between its tokens; pad on the right"
+            f"row {row} of attention_mask {tuple(seen.shape)} has {int(runs[row])} runs of tokens; "
+            "each row has one, with padding before or behind it"
         )
     of_rows: list[int] = lengths.tolist()
     return of_rows

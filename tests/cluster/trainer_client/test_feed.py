@@ -148,9 +148,14 @@ def padded(lengths: list[int], side: str = "right") -> dict[str, torch.Tensor]:
 def test_rows_of_a_padded_batch_are_documents() -> None:
     session: Any = Recording()
     session.options = SimpleNamespace(rank=0, n_nano_batches=2, cut_documents=False)
-    list(submit_ahead(session, [padded([7, 1, 5, 2])]))
-    assert session.submitted == [RankManifest.from_lengths(0, 0, ([7], [1, 5, 2]))]
-    for batch in (padded([4, 2, 3], "left"), padded([4, 0])):
+    for side in ("right", "left"):
+        session.submitted.clear()
+        list(submit_ahead(session, [padded([7, 1, 5, 2], side)]))
+        (manifest,) = session.submitted
+        assert manifest == RankManifest.from_lengths(manifest.step, 0, ([7], [1, 5, 2]))
+    hole = padded([4, 4])
+    hole["attention_mask"][1, 2] = 0
+    for batch in (hole, padded([4, 0])):
         with pytest.raises(ManifestError):
             list(submit_ahead(session, [batch]))
 

@@ -231,13 +231,15 @@ def test_blocks_do_not_nest(tmp_path: Path, pool_of_four: Cluster) -> None:
         assert served.train().global_step == 1
 
 
-def test_batches_padded_on_the_left_are_refused_before_the_first_step(
+def test_batches_with_padding_inside_rows_are_refused_before_the_first_step(
     tmp_path: Path, pool_of_four: Cluster
 ) -> None:
     def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         rows = [torch.tensor(example["input_ids"]) for example in examples]
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-        return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
+        ids = nn.utils.rnn.pad_sequence([*rows, torch.ones(5)], batch_first=True).long()
+        mask = (ids > 0).long()
+        mask[-1, 2] = 0
+        return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
     padding = trainer(tmp_path, padded)
     refused = pytest.raises(ManifestError)
