@@ -1,3 +1,43 @@
-"""DistCA: core attention disaggregation. This package holds the command line and the stubs."""
+"""DistCA: core attention disaggregation. Users import this package alone.
+
+Names are imported when they are first asked for, so that the command line and the services need no
+torch. Their types are in ``__init__.pyi``.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from distca.autoload import watch_transformers
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Attached": "trainer_client.attach",
+    "attach": "trainer_client.attach",
+    "core_attention": "trainer_client.attach.own_forwards",
+    "flash_attn_func": "trainer_client.attach.own_forwards",
+    "flash_attn_varlen_func": "trainer_client.attach.own_forwards",
+    "served_forward": "trainer_client.local_attention.at_home",
+}
+
+__all__ = [
+    "Attached",
+    "attach",
+    "core_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "served_forward",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+watch_transformers()

@@ -147,6 +147,24 @@ class Checkpoints:
             region.keep(caller, o, lse)
 
 
+HOME = object()
+"""Stands for the lane in checkpoints of parts that are computed at home."""
+
+
+def keep_nothing(like: torch.Tensor) -> None:
+    """A call is computed at home, and again wherever checkpoints around it are recomputed.
+
+    Raises:
+        SessionError: as of :class:`Checkpoints` and :meth:`Region.take`.
+    """
+    checkpoints = Checkpoints()
+    if checkpoints.recomputed:
+        checkpoints.recomputed.take()
+    else:
+        nothing = like.new_empty(0)
+        checkpoints.keep(HOME, nothing, nothing)
+
+
 def recomputed_caller() -> Any:
     """The maker, such as a lane, of the next call of core attention that the caller's recomputation
     of a checkpoint comes to; None outside of one, or if there is none."""

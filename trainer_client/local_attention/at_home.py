@@ -12,6 +12,7 @@ scores are made as ``"eager"`` makes them.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from core_attention.errors import ManifestError
-from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.hooks.checkpointing import HOME, Checkpoints, keep_nothing
 from trainer_client.hooks.probing import current_probe
 from trainer_client.local_attention.plain import attend_by_scores, attend_documents, causal_rows
 from trainer_client.step.lane import current_lane, current_step
@@ -37,9 +38,8 @@ rows_are_split: ContextVar[bool] = ContextVar("distca_rows_are_split", default=F
 """True where models are called with whole rows, whose nano-batches are chosen further inside."""
 
 _asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
+_served: ContextVar[bool] = ContextVar("distca_served_forward", default=False)
 _said: set[str] = set()
-_HOME = object()
-"""Stands for the lane in checkpoints of parts that are computed at home."""
 
 
 @contextmanager
@@ -54,16 +54,38 @@ def at_home() -> Iterator[None]:
         _asked_for.reset(token)
 
 
+@contextmanager
+def served_forward() -> Iterator[None]:
+    """Forward passes without gradients inside the block are planned and served as those with
+    gradients are, by all ranks alike: for log-probabilities, reference models and evaluation.
+    Elsewhere each rank computes them at home."""
+    token = _served.set(True)
+    try:
+        yield
+    finally:
+        _served.reset(token)
+
+
+def is_served_forward() -> bool:
+    """Return whether the caller is in a block of :func:`served_forward`."""
+    return _served.get()
+
+
+def is_off() -> bool:
+    """Return whether the environment has all core attention computed at home."""
+    return os.environ.get("DISTCA_OFF", "") not in ("", "0")
+
+
 def is_at_home() -> bool:
     """Return whether the caller computes its core attention at home."""
     if current_probe.get() is not None:
         return False
     region = Checkpoints().recomputed
     if region is not None:
-        return region.caller is _HOME
-    if _asked_for.get():
+        return region.caller is HOME
+    if _asked_for.get() or is_off():
         return True
-    if torch.is_grad_enabled() or current_lane.get() is not None:
+    if is_served_forward() or torch.is_grad_enabled() or current_lane.get() is not None:
         return False
     running = current_step.get()
     if running is None:
@@ -147,12 +169,7 @@ def attend_at_home(
         o ``[batch, queries, num_heads, head_dim_v]``.
     """
     _say_once()
-    checkpoints = Checkpoints()
-    if checkpoints.recomputed:
-        checkpoints.recomputed.take()
-    else:
-        nothing = query.new_empty(0)
-        checkpoints.keep(_HOME, nothing, nothing)
+    keep_nothing(query)
     tensor = mask.tensor if lengths is None and isinstance(mask, HomeMask) else mask
     if softcap or sinks is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -34,15 +35,20 @@ from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs, uncompiled
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
+from trainer_client.hooks.probing import current_probe
 from trainer_client.hooks.sharded_weights import needs_other_ranks
 from trainer_client.hooks.tensor_parallel import n_shares
 from trainer_client.local_attention.at_home import HomeMask, is_at_home
 from trainer_client.local_attention.plain import attend_plainly
 from trainer_client.models.documents import CHECKED, Documents, documents_of
+from trainer_client.models.entrance import entrances, open_door
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
 IMPLEMENTATION = "distca"
+
+REPLACED = os.environ.get("DISTCA_REPLACES", "")
+"""An implementation that is served under its own name; empty: none is."""
 
 LENGTHS = (5, 4, 5)
 """Lengths of the check's documents, for each tensor-parallel rank: sequence parallelism gives all
@@ -88,6 +94,7 @@ class ModelCall:
         softcap: of the scores; 0 is none.
         kind: which keys its queries see.
         mask: whether later ones among them.
+        dtype: of its tensors.
     """
 
     module: str
@@ -99,6 +106,7 @@ class ModelCall:
     softcap: float = 0.0
     kind: LayerKind = FULL
     mask: MaskKind = MaskKind.CAUSAL
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         kind = "" if self.kind.is_full else f", {self.kind}"
@@ -212,6 +220,7 @@ class Check:
                 layer.softcap,
                 layer.kind,
                 layer.mask,
+                str(query.dtype).removeprefix("torch."),
             )
         )
         parts = (tensor.split(self.documents.lengths, dim=2) for tensor in (query, key, value))
@@ -246,6 +255,20 @@ _of_attention: WeakKeyDictionary[nn.Module, DocumentCheck] = WeakKeyDictionary()
 def check_of(attention: nn.Module) -> DocumentCheck | None:
     """The check of the model that the attention module belongs to, if it was checked."""
     return _of_attention.get(attention)
+
+
+def refuse_own_positions(model: nn.Module) -> None:
+    """Refuses to pack a padded batch for a model that counts positions otherwise than from 0 up.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    checks = (check_of(module) for module in model.modules())
+    if not all(check.counts_from_zero for check in checks if check is not None):
+        raise UnsupportedModel(
+            f"{type(model).__name__} gets a padded batch without position_ids and does not count "
+            "positions from 0; pack documents with position_ids that restart at 0"
+        )
 
 
 def check_documents(model: nn.Module) -> DocumentCheck:
@@ -322,12 +345,20 @@ def hook_before_forward(model: PreTrainedModel) -> None:
     with the manifest before each. Idempotent."""
     if _before_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_forward, always_call=True)
 
 
 @outside_graphs
 def _before_forward(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if _is_unplanned(model):
+        for attach in open_door if model not in entrances else ():
+            attach(model)
+        if (entrance := entrances.get(model)) is not None:
+            named = entrance.enter(model, dict(_arguments(model, args, kwargs)))
+            _check_given(model, (), named)
+            return (), named
     _check_given(model, args, kwargs)
     # With a cache of fixed size, generation makes the mask beside the model and hands it over,
     # which models take as a tensor.
@@ -335,6 +366,21 @@ def _before_forward(
     if not masks:
         return None
     return args, {**kwargs, **{name: mask.tensor for name, mask in masks.items()}}
+
+
+@outside_graphs
+def _after_forward(model: PreTrainedModel, _: tuple[Any, ...], output: Any) -> Any:
+    entrance = entrances.get(model)
+    return None if entrance is None else entrance.leave(model, output)
+
+
+def _is_unplanned(model: PreTrainedModel) -> bool:
+    """Return whether a forward of ``model`` with served attention begins outside of any step."""
+    if current_check.get() is not None or current_probe.get() is not None:
+        return False
+    if (current_lane.get() or current_step.get()) is not None or is_at_home():
+        return False
+    return not is_shape_inference(Checkpoints().recomputed) and _asks_for_us(model)
 
 
 def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -379,7 +425,8 @@ def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _asks_for_us(model: nn.Module) -> bool:
     return any(
-        isinstance(module, PreTrainedModel) and module.config._attn_implementation == IMPLEMENTATION
+        isinstance(module, PreTrainedModel)
+        and module.config._attn_implementation in (IMPLEMENTATION, REPLACED or IMPLEMENTATION)
         for module in model.modules()
     )
 

@@ -30,6 +30,7 @@ from trainer_client.local_attention.at_home import (
 )
 from trainer_client.models.document_check import (
     IMPLEMENTATION,
+    REPLACED,
     LayerCall,
     UnsupportedArgument,
     UnsupportedModel,
@@ -398,6 +399,26 @@ def _watch_models() -> None:
 
     untyped: Any = PreTrainedModel
     untyped.get_correct_attn_implementation = watched
+    if REPLACED:
+        untyped._check_and_adjust_attn_implementation = _replacing(
+            untyped._check_and_adjust_attn_implementation
+        )
+
+
+def _replacing(original: Callable[..., str]) -> Callable[..., str]:
+    """As ``original``, of the method by which models check the implementation they are to have; the
+    replaced one needs nothing that it needs by itself."""
+
+    @functools.wraps(original)
+    def check(
+        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        if attn_implementation != REPLACED:
+            return original(self, attn_implementation, *args, **kwargs)
+        correct = self.get_correct_attn_implementation(IMPLEMENTATION)
+        return REPLACED if correct == IMPLEMENTATION else correct
+
+    return check
 
 
 def _is_language_model(model: PreTrainedModel) -> bool:
@@ -415,6 +436,7 @@ def _is_tower(model: PreTrainedModel) -> bool:
 
 
 needs_rows.append(is_served_model)
-AttentionInterface.register(IMPLEMENTATION, distca_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, outside_graphs(distca_mask))
+for _name in filter(None, (IMPLEMENTATION, REPLACED)):
+    AttentionInterface.register(_name, distca_attention)
+    AttentionMaskInterface.register(_name, outside_graphs(distca_mask))
 _watch_models()

@@ -28,7 +28,7 @@ from trainer_client.local_attention.at_home import is_at_home, rows_are_split
 from trainer_client.models.document_check import (
     UnsupportedModel,
     attention_modules,
-    check_of,
+    refuse_own_positions,
     takes_whole_rows,
 )
 from trainer_client.models.documents import CHECKED, documents_of
@@ -157,7 +157,7 @@ class _WholeRows:
         named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         padded = PaddedRows.of(named)
         if padded is not None:
-            self._refuse_own_positions()
+            refuse_own_positions(self._decoder)
             named = padded.packed(named)
         if self._takes("use_cache"):
             named["use_cache"] = False
@@ -191,15 +191,6 @@ class _WholeRows:
     def _takes(self, name: str) -> bool:
         kinds = [parameter.kind for parameter in self._parameters.values()]
         return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-    def _refuse_own_positions(self) -> None:
-        checks = (check_of(module) for module in self._decoder.modules())
-        if not all(check.counts_from_zero for check in checks if check is not None):
-            raise UnsupportedModel(
-                f"{self._name} is called with a padded batch without position_ids, and counts "
-                "positions otherwise than from 0; pack documents with position_ids that restart "
-                "at 0"
-            )
 
     def _check_rows(self, running: RunningStep, named: Mapping[str, Any], n_rows: int) -> None:
         for name in ("input_ids", "inputs_embeds", "position_ids"):

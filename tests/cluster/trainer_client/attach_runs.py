@@ -1,0 +1,434 @@
+"""Loops of users around an unchanged Llama of transformers, attached; run by torchrun.
+
+``python -m torch.distributed.run ... attach_runs.py LOOP ...``: every rank runs the named loops,
+or all, with core attention served and, on the same weights, with sdpa on each document alone; it
+fails where a gradient differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import distca
+from tests.support.tiny_models import TINY_LLAMA
+
+TOLERANCE = 1e-5
+"""Of the largest element of each gradient: a few hundred roundings of float32."""
+
+Documents = list[torch.Tensor]
+Loop = Callable[["Run"], None]
+
+LOOPS: dict[str, Loop] = {}
+
+
+def loop(function: Loop) -> Loop:
+    LOOPS[function.__name__] = function
+    return function
+
+
+class Run:
+    """A rank's model, attached, and the same one with sdpa."""
+
+    def __init__(self, *, attach: bool = True, **config: Any) -> None:
+        auto: Any = AutoModelForCausalLM
+        fields = {**TINY_LLAMA, "num_hidden_layers": 3, **config}
+        torch.manual_seed(0)
+        # Each with a config of its own: a model writes its implementation there.
+        self.local, self.model = (
+            auto.from_config(AutoConfig.for_model("llama", **fields), attn_implementation=each)
+            for each in ("sdpa", "distca")
+        )
+        self.model.load_state_dict(self.local.state_dict())
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._drawn = 0
+        self.attached = distca.attach(self.model, **SETTINGS) if attach else None
+
+    def swap(self, model: nn.Module, local: nn.Module) -> None:
+        """Other models take the place of these."""
+        assert self.attached is not None
+        self.attached.close()
+        self.model, self.local = model, local
+        self.attached = distca.attach(model, **SETTINGS)
+
+    def draw(self, n: int = 4, longest: int = 40) -> Documents:
+        """Documents of this rank, each time others."""
+        self._drawn += 1
+        generator = torch.Generator().manual_seed(1000 * self._drawn + self.rank)
+        lengths = torch.randint(2, longest, (n,), generator=generator).tolist()
+        return [torch.randint(4, 64, (length,), generator=generator) for length in lengths]
+
+    def loss(self, documents: Documents, layout: str = "position_ids", model: Any = None) -> Any:
+        """Of the served model, called as loops call it."""
+        if layout == "own":
+            ends = torch.tensor([0, *map(len, documents)]).cumsum(0).int()
+            rows = self.model(torch.cat(documents), ends).split([len(each) for each in documents])
+            return sum(map(loss_of, rows), torch.zeros(()))
+        if layout == "own rows":
+            documents[:] = [document[:2] for document in documents]
+            return sum(map(loss_of, self.model(torch.stack(documents))), torch.zeros(()))
+        logits = (model or self.model)(**batch_of(documents, layout)).logits
+        return sum(map(loss_of, rows_of(logits, documents, layout)), torch.zeros(()))
+
+    def local_loss(self, documents: Documents) -> Any:
+        """Of each document alone, with sdpa."""
+        if isinstance(self.local, OwnModel):
+            return sum((loss_of(self.local(document)) for document in documents), torch.zeros(()))
+        logits = [self.local(input_ids=document[None]).logits[0] for document in documents]
+        return sum(map(loss_of, logits), torch.zeros(()))
+
+    def compare(self, *, is_mean: bool = False, tolerance: float = TOLERANCE) -> None:
+        """Every gradient of the two models; ``is_mean``: of the ranks' mean."""
+        for (name, mine), theirs in zip(
+            self.model.named_parameters(), self.local.parameters(), strict=True
+        ):
+            if theirs.grad is None:
+                assert mine.grad is None, name
+                continue
+            expected = theirs.grad
+            if is_mean:
+                dist.all_reduce(expected)
+                expected /= dist.get_world_size()
+            found = mine.grad
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            difference = float((found - expected).abs().max() / expected.abs().max())
+            assert difference < tolerance, f"{name} differs by {difference:.1e}"
+        self.model.zero_grad()
+        self.local.zero_grad()
+
+    def step(self, layout: str = "position_ids", model: Any = None) -> None:
+        """A plain step, compared."""
+        documents = self.draw()
+        self.loss(documents, layout, model).backward()
+        self.local_loss(documents).backward()
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
+    return (logits * weights.sin()).sum() / 100
+
+
+def batch_of(documents: Documents, layout: str) -> dict[str, torch.Tensor]:
+    if layout in ("position_ids", "cu_seq_lens", "packed mask"):
+        ids = torch.cat(documents)[None]
+        positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+        ends = torch.tensor([0, *map(len, documents)]).cumsum(0).int()
+        told = {"position_ids": positions}
+        if layout == "cu_seq_lens":
+            longest = max(map(len, documents))
+            told |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            told |= {"max_length_q": torch.tensor(longest), "max_length_k": torch.tensor(longest)}
+        if layout == "packed mask":
+            told["attention_mask"] = torch.ones_like(ids)
+        return {"input_ids": ids, **told}
+    width = max(map(len, documents)) + 3
+    ids, mask = torch.zeros(2, len(documents), width, dtype=torch.int64)
+    for row, document in enumerate(documents):
+        begin = begin_of(layout, width, len(document))
+        ids[row, begin : begin + len(document)] = document
+        mask[row, begin : begin + len(document)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def begin_of(layout: str, width: int, length: int) -> int:
+    return {"left": width - length, "right": 0, "both": (width - length) // 2}[layout]
+
+
+def rows_of(logits: torch.Tensor, documents: Documents, layout: str) -> Sequence[torch.Tensor]:
+    if logits.shape[0] == 1:
+        return logits[0].split([len(document) for document in documents])
+    begins = [begin_of(layout, logits.shape[1], len(document)) for document in documents]
+    return [
+        row[begin : begin + len(document)]
+        for row, begin, document in zip(logits, begins, documents, strict=True)
+    ]
+
+
+@loop
+def plain(run: Run) -> None:
+    """Also: the global random state is untouched."""
+    before = torch.get_rng_state()
+    for layout in ("position_ids", "cu_seq_lens", "packed mask", "left", "right", "both"):
+        run.step(layout)
+        run.compare()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@loop
+def accumulation(run: Run) -> None:
+    wrapped = DistributedDataParallel(run.model)
+    for _ in range(2):
+        for _ in range(2):
+            with wrapped.no_sync():
+                run.step(model=wrapped)
+        run.step(model=wrapped)
+        run.compare(is_mean=True)
+
+
+@loop
+def one_backward_of_two(run: Run) -> None:
+    documents = run.draw(), run.draw()
+    (run.loss(documents[0]) * run.loss(documents[1])).backward()
+    (run.local_loss(documents[0]) * run.local_loss(documents[1])).backward()
+    run.compare()
+
+
+@loop
+def interleaved(run: Run) -> None:
+    """F0 F1 B0 B1, and with a no_grad forward between, four open, in any order."""
+    for order in ((0, 1), (1, 0), (2, 0, 3, 1)):
+        documents = [run.draw() for _ in order]
+        losses = [run.loss(each) for each in documents]
+        with torch.no_grad():
+            mine, theirs = (of(documents[0]) for of in (run.loss, run.local_loss))
+        assert abs(mine - theirs) <= TOLERANCE * abs(theirs) + TOLERANCE
+        for index in order:
+            losses[index].backward()
+        for each in documents:
+            run.local_loss(each).backward()
+        run.compare()
+
+
+@loop
+def dropped(run: Run) -> None:
+    """Graphs that get no backward pass, and one that is held beyond its time."""
+    for _ in range(6):
+        run.loss(run.draw())
+    run.step()
+    run.compare()
+    kept = run.loss(run.draw())
+    for _ in range(5):
+        run.step()
+        run.compare()
+    try:
+        kept.backward()
+    except RuntimeError:
+        run.model.zero_grad()
+    else:
+        raise AssertionError("a step that was given up went on")
+    run.step()
+    run.compare()
+
+
+@loop
+def forward_fails(run: Run) -> None:
+    """A forward that fails in the middle, on all ranks, and is tried again."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    run.step()
+    handle = run.model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    try:
+        run.loss(run.draw())
+    except MemoryError:
+        handle.remove()
+    gc.collect()
+    run.step()
+    run.compare()
+
+
+@loop
+def checkpoints(run: Run) -> None:
+    run.model.gradient_checkpointing_enable({"use_reentrant": False})
+    run.model.train()
+    run.step()
+    run.step("both")
+    run.compare()
+
+
+@loop
+def compiled_layers(run: Run) -> None:
+    for layer in run.model.model.layers:
+        layer.compile(backend="aot_eager")
+    run.step()
+    run.step()
+    run.compare()
+
+
+@loop
+def lora(run: Run) -> None:
+    """Weights of lower layers frozen, as adapters leave them."""
+    for model in (run.model, run.local):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1" in name and "q_proj" in name)
+    run.step()
+    run.compare()
+
+
+@loop
+def all_frozen(run: Run) -> None:
+    run.model.requires_grad_(False)
+    for _ in range(5):
+        run.loss(run.draw())
+    run.model.requires_grad_(True)
+    run.step()
+    run.compare()
+
+
+@loop
+def served_forwards(run: Run) -> None:
+    for _ in range(5):
+        documents = run.draw()
+        with torch.no_grad(), distca.served_forward():
+            mine = run.loss(documents, "left")
+        with torch.no_grad():
+            theirs = run.local_loss(documents)
+        assert abs(mine - theirs) <= TOLERANCE * abs(theirs) + TOLERANCE
+    assert run.attached is not None
+    assert run.attached.session.next_step == 5
+    run.step()
+    run.compare()
+
+
+@loop
+def reused_buffers(run: Run) -> None:
+    """A loader that gives the same tensors each time, filled with the next batch meanwhile."""
+    buffers: dict[str, torch.Tensor] = {}
+    for _ in range(6):
+        # Equally many rows, split otherwise.
+        documents = run.draw(2, longest=30)
+        documents = list(torch.cat([*documents, torch.full((60,), 9)])[:60].split([20, 40]))
+        cut = run._drawn * 5
+        documents = list(torch.cat(documents).split([cut, 60 - cut]))
+        for name, value in batch_of(documents, "position_ids").items():
+            buffers.setdefault(name, value.clone()).copy_(value)
+        parts = rows_of(run.model(**buffers).logits, documents, "position_ids")
+        sum(map(loss_of, parts), torch.zeros(())).backward()
+        run.local_loss(documents).backward()
+        run.compare()
+
+
+@loop
+def sleeps(run: Run) -> None:
+    run.step()
+    assert run.attached is not None
+    run.attached.sleep()
+    dist.barrier()
+    run.attached.wake()
+    run.step()
+    run.compare()
+
+
+@loop
+def autocast(run: Run) -> None:
+    """Weights in float32, attention in bfloat16: about as far from sdpa's as that from float32."""
+    documents = run.draw()
+    for loss in (run.loss, run.local_loss):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss(documents).backward()
+    run.compare(tolerance=0.05)
+
+
+@loop
+def fsdp2(run: Run) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in run.model.model.layers:
+        fully_shard(layer)
+    fully_shard(run.model)
+    for _ in range(3):
+        run.step()
+        run.compare(is_mean=True)
+    with torch.no_grad():
+        run.loss(run.draw())
+    run.step()
+    run.compare(is_mean=True)
+
+
+@loop
+def own_model(run: Run) -> None:
+    """A model that is none of transformers', by flash-attn's signatures."""
+    run.swap(OwnModel(distca.flash_attn_varlen_func, distca.flash_attn_func), OwnModel(None, None))
+    for _ in range(3):
+        run.step("own")
+        run.compare()
+    run.step("own rows")
+    run.compare()
+    assert run.attached is not None
+    assert run.attached.session.next_step == 3
+
+
+@loop
+def lost_node(run: Run) -> None:
+    """A node is killed while two steps are open."""
+    if not NODES:
+        return
+    run.step()
+    documents = run.draw(), run.draw()
+    losses = [run.loss(each) for each in documents]
+    dist.barrier()
+    if run.rank == 0:
+        os.kill(NODES.pop(), signal.SIGKILL)
+    for loss in losses:
+        loss.backward()
+    for each in documents:
+        run.local_loss(each).backward()
+    run.step()
+    run.compare()
+
+
+class OwnModel(nn.Module):
+    """Two layers of attention, with an activation checkpoint around the second one."""
+
+    def __init__(self, varlen: Any, rows: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 64)
+        self.qkv = nn.ModuleList(nn.Linear(64, 128) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self._varlen, self._rows = varlen, rows
+
+    def forward(self, ids: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """``ids`` ``[rows]`` with ``ends``, or ``[batch, tokens]``."""
+        x = self.embedding(ids)
+        x = x + self._layer(0, x, ends)
+        return x + checkpoint(self._layer, 1, x, ends, use_reentrant=False)
+
+    def _layer(self, layer: int, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.qkv[layer](x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=-2)
+        if self._rows is None:
+            q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
+            o = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ).transpose(-3, -2)
+        elif ends is None:
+            o = self._rows(q, k, v, causal=True)
+        else:
+            longest = int(ends.diff().max())
+            o = self._varlen(q, k, v, ends, ends, longest, longest, causal=True)
+        o: torch.Tensor = self.out[layer](o.flatten(-2))
+        return o
+
+
+SETTINGS: dict[str, Any] = {}
+NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    names = sys.argv[1:] or list(LOOPS)
+    for name in names:
+        run = Run()
+        LOOPS[name](run)
+        assert run.attached is not None
+        run.attached.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(name, "holds", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

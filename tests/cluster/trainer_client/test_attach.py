@@ -1,0 +1,74 @@
+"""Loops around an attached model, in processes that torchrun starts, as users have them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster, keep_profile
+from tests.support.preloaded import ROOT
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("attach"), 2) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("placement", "n_ranks"), [("in-place", 2), ("mixed", 2), ("in-place", 4), ("pool", 2)]
+)
+def test_loops_train_as_with_local_attention(
+    tmp_path: Path, two_nodes: Cluster, placement: str, n_ranks: int
+) -> None:
+    nodes = [process.popen.pid for process in two_nodes.processes if "node" in process.name]
+    finished = run_loops(
+        tmp_path,
+        n_ranks,
+        DISTCA_CONTROL_PLANE=two_nodes.address,
+        DISTCA_PLACEMENT=placement,
+        # A node ends for good: the last run has it.
+        NODES=" ".join(map(str, nodes[:1])) if placement == "pool" else "",
+    )
+    assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-4000:]
+
+
+def run_loops(
+    folder: Path, n_ranks: int, *loops: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs :mod:`tests.cluster.trainer_client.attach_runs`."""
+    profiles = folder / ".cache" / "distca"
+    profiles.mkdir(parents=True)
+    for dtype in ("float32", "bfloat16"):
+        keep_profile(profiles, replace(NODE_SHAPE, dtype=dtype))
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={n_ranks}",
+            "-m",
+            "tests.cluster.trainer_client.attach_runs",
+            *loops,
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )

@@ -1,0 +1,163 @@
+"""A session without a control plane or servers: each tick is computed where it is awaited."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from core_attention.ca_task import Phase
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.tick import Tick
+from trainer_client.errors import CoreAttentionFailed
+from trainer_client.hooks.checkpointing import forget_step
+from trainer_client.hooks.input_versions import Unwritten
+from trainer_client.machine.instructions import EndLane, ForgetInputs, ForgetQueries
+from trainer_client.machine.outlines import PlanOutline
+from trainer_client.machine.rank import RankMachine
+from trainer_client.session_options import SessionOptions
+from trainer_client.step.replies import Tensors
+from trainer_client.step.running_step import RunningStep
+from trainer_client.step.sent_tick import SentTick
+
+
+class LocalSession:
+    """Stands for :class:`trainer_client.session.Session`, of a job with one rank.
+
+    Attributes:
+        reported: steps, in the order in which they were reported.
+        skips: the first tick of each lane that servers are told not to expect.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.options = options
+        self.next_step = 0
+        self.reported: list[int] = []
+        self.skips: list[EndLane] = []
+        self.lock = threading.Condition()
+        self._machine: RankMachine[Any, Any, Any] = RankMachine(
+            options.n_layers, options.n_nano_batches, recovery_timeout_seconds=1.0
+        )
+        self._job: Any = SimpleNamespace(
+            n_nano_batches=options.n_nano_batches,
+            n_layers=options.n_layers,
+            shape=options.shape,
+            scale=options.scale,
+        )
+        self._forward_only: dict[int, bool] = {}
+        self._manifests: dict[int, RankManifest] = {}
+        self._open: set[int] = set()
+        self._ended: set[int] = set()
+
+    @classmethod
+    def open(cls, options: SessionOptions) -> LocalSession:
+        return cls(options)
+
+    def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
+        self._manifests[manifest.step] = manifest
+        self._forward_only[manifest.step] = forward_only
+        self._machine.hand_in(manifest.step, manifest)
+        self.next_step = manifest.step + 1
+
+    def begin(self, step: int) -> RunningStep:
+        manifest = Manifest.merge([self._manifests[step]], 1)
+        plan: Any = SimpleNamespace(manifest=manifest, step=step)
+        neighbours: Any = None
+        running = RunningStep(
+            plan,
+            job=self._job,
+            rank=0,
+            device=torch.device("cpu"),
+            forward_only=self._forward_only[step],
+            ticks=self,
+            neighbours=neighbours,
+        )
+        outline = PlanOutline(step, 1, plan, (0,) * self.options.n_nano_batches)
+        self._machine.plan_came(outline, 0.0)
+        self._machine.own_server_planned(outline)
+        outlines, forward_only = running.lane_outlines, running.forward_only
+        self._machine.begin_step(step, outlines, forward_only=forward_only, now=0.0)
+        self._machine.connected(step, 1, 0.0)
+        machine = self._machine.running(step)
+        assert machine is not None
+        running.machine = machine
+        self._open.add(step)
+        return running
+
+    def stop(self, running: RunningStep) -> None:
+        self.skips += running.machine.stop()
+        running.stopped = True
+
+    def end(self, running: RunningStep, why: str = "") -> None:
+        running.close()
+        self._open.discard(running.step)
+        self._ended.add(running.step)
+        self._machine.end_step(running.step, why)
+        forget_step(running)
+
+    def report_ended(self, device_seconds: float = 0.0) -> None:
+        before = min(self._open, default=self.next_step)
+        self.reported += sorted(step for step in self._ended if step < before)
+        self._ended = {step for step in self._ended if step >= before}
+
+    def close(self, error: str = "") -> None:
+        self.report_ended()
+
+    def send(
+        self,
+        running: RunningStep,
+        tick: Tick,
+        inputs: Tensors,
+        outputs: Tensors,
+        carried: Tensors,
+        *,
+        copies_keys: bool,
+    ) -> SentTick:
+        if running.closed:
+            raise CoreAttentionFailed(f"step {running.step} is over")
+        sent = SentTick(tick, Unwritten(tick, inputs), None, copies_keys, outputs, None)
+        running.sent[tick] = sent
+        running.machine.begin(tick)
+        return sent
+
+    def wait(self, running: RunningStep, sent: SentTick) -> None:
+        self._compute(running, sent)
+        tick, machine = sent.tick, running.machine
+        machine.under_way(tick, 1)
+        machine.replies_here(tick, 1)
+        for instruction in machine.examined(tick, 1):
+            match instruction:
+                case ForgetInputs(done):
+                    running.sent[done].forget_inputs()
+                case ForgetQueries(done):
+                    running.sent[done].forget_queries()
+                case EndLane():
+                    self.skips.append(instruction)
+        sent.complete = True
+
+    def _compute(self, running: RunningStep, sent: SentTick) -> None:
+        inputs = sent.rows()
+        is_forward = sent.tick.phase is Phase.FORWARD
+        if not is_forward:
+            sent.gradients = sent.zero_gradients(self.options.shape)
+        for row, _, length in running.segments(sent.tick.nano_batch):
+            rows = slice(row, row + length)
+            q, k, v = (inputs[name][rows].detach().clone() for name in ("q", "k", "v"))
+            # Not where an activation checkpoint would see what autograd saves.
+            with torch.set_grad_enabled(not is_forward):
+                leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+                q, k, v = (tensor.transpose(0, 1) for tensor in leaves)
+                o = scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=self.options.scale, enable_gqa=True
+                ).transpose(0, 1)
+            if is_forward:
+                sent.outputs["o"][rows] = o.detach()
+                sent.outputs["lse"][rows] = 0.0
+                continue
+            dq, dk, dv = torch.autograd.grad(o, leaves, inputs["do"][rows])
+            sent.outputs["dq"][rows] = dq
+            sent.gradients["dk"][rows] += dk
+            sent.gradients["dv"][rows] += dv

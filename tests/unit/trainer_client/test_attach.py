@@ -1,0 +1,116 @@
+"""Loops around an attached model, whose ticks are computed in the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from core_attention.errors import ManifestError, TensorError
+from tests.cluster.trainer_client.attach_runs import LOOPS, Run
+from tests.unit.trainer_client.local_session import LocalSession
+from trainer_client.attach import attached
+from trainer_client.attach.call_rows import CallRows
+from trainer_client.errors import SessionError
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(autouse=True)
+def local_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "Session", LocalSession)
+    monkeypatch.setenv("DISTCA_CONTROL_PLANE", "localhost:1")
+    monkeypatch.setenv("DISTCA_JOB", "job")
+
+
+@pytest.mark.parametrize(
+    ("loop", "n_steps", "n_skips"),
+    [
+        ("plain", 6, 0),
+        ("one_backward_of_two", 2, 0),
+        ("interleaved", 8, 0),
+        ("dropped", 14, 7),
+        ("forward_fails", 3, 1),
+        ("checkpoints", 2, 0),
+        ("lora", 1, 1),
+        ("all_frozen", 6, 5),
+        ("served_forwards", 6, 0),
+        ("reused_buffers", 6, 0),
+        ("own_model", 3, 0),
+    ],
+)
+def test_loops_train_as_with_local_attention(loop: str, n_steps: int, n_skips: int) -> None:
+    """Steps are reported in order, and servers learn where lanes end early."""
+    run = Run()
+    LOOPS[loop](run)
+    assert run.attached is not None
+    session: Any = run.attached.session
+    run.attached.close()
+    assert session.reported == list(range(n_steps))
+    assert len(session.skips) == n_skips
+    with pytest.raises(SessionError):
+        run.loss(run.draw(), "own" if loop == "own_model" else "position_ids")
+
+
+def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(attach=False)
+    run.step()
+    run.compare()
+    monkeypatch.delenv("DISTCA_CONTROL_PLANE")
+    unattached = Run(attach=False)
+    with pytest.raises(SessionError):
+        unattached.step()
+    monkeypatch.setenv("DISTCA_OFF", "1")
+    unattached.step("both")
+    unattached.compare()
+
+
+@pytest.mark.parametrize(
+    ("named", "lengths"),
+    [
+        ({}, [6, 6]),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])}, [2, 4, 2, 4]),
+        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [1] * 6])}, [3, 6]),
+        ({"attention_mask": torch.ones(2, 6)}, [6, 6]),
+        ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 4, 6])}, [4, 2]),
+    ],
+)
+def test_documents_are_read_from_a_call(named: dict[str, Any], lengths: list[int]) -> None:
+    assert CallRows.of({"input_ids": IDS, **named}).lengths == lengths
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"input_ids": None},
+        {"attention_mask": torch.ones(2, 1, 6, 6)},
+        {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1], [1] * 6])},
+        {"cu_seq_lens_q": torch.tensor([0, 6])},
+        {
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
+            "position_ids": torch.arange(6)[None],
+        },
+    ],
+)
+def test_calls_that_do_not_say_where_documents_begin_are_refused(named: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError):
+        CallRows.of({"input_ids": IDS, **named})
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"causal": False},
+        {"causal": True, "dropout_p": 0.1},
+        {"causal": True, "alibi_slopes": torch.ones(4)},
+        {"causal": True, "return_attn_probs": True},
+    ],
+)
+def test_what_flash_attn_has_and_servers_have_not_is_refused(named: dict[str, Any]) -> None:
+    q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 2, 8)
+    with pytest.raises(TensorError):
+        distca.flash_attn_func(q, k, k, **named)

@@ -1,0 +1,193 @@
+"""The one door: a model is attached once, and its user's own loop trains it.
+
+Each forward with gradients is a step of the job, with its backward: its documents are read when it
+comes, and lie in one of the job's nano-batches, by turns, so that several steps may be open. A step
+ends with the backward pass that computes its last gradients, or when its graph is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import nn
+
+from trainer_client.attach.open_steps import OpenSteps
+from trainer_client.attach.own_forwards import OwnForwards
+from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
+from trainer_client.errors import SessionError
+from trainer_client.models.entrance import open_door
+from trainer_client.session import Session
+from trainer_client.session_options import SessionOptions
+
+OPEN_STEPS = 4
+"""Forward passes whose backward passes have not come yet."""
+
+
+def attach(
+    model: nn.Module,
+    *,
+    control_plane: str | None = None,
+    job: str | None = None,
+    placement: str | None = None,
+    open_steps: int = OPEN_STEPS,
+    **options: Any,
+) -> Attached:
+    """Serves the core attention of ``model`` from its next forward with gradients on. The ranks of
+    the job are those of ``torch.distributed``; all attach their models in the same order.
+
+    Args:
+        model: holds one model of transformers with ``attn_implementation="distca"``; whatever is
+            wrapped around it may come before or after.
+        control_plane: ``host:port``; None: ``DISTCA_CONTROL_PLANE``.
+        job: its name; None: ``DISTCA_JOB``, or else the id of torchrun's run.
+        placement: pool, in-place or mixed; None: ``DISTCA_PLACEMENT``, or else in-place.
+        open_steps: forward passes that may wait for their backward passes at a time.
+        options: of :class:`trainer_client.SessionOptions`.
+
+    Raises:
+        ValueError: no control plane is named, ``model`` holds no model that asks for served
+            attention, or several.
+    """
+    given = {"control_plane": control_plane, "job": job, "placement": placement, **options}
+    known = {name: value for name, value in given.items() if value is not None}
+    return Attached(model, open_steps, {**_of_environment(), **known})
+
+
+def _of_environment() -> dict[str, Any]:
+    names = {"control_plane": "DISTCA_CONTROL_PLANE", "placement": "DISTCA_PLACEMENT"}
+    found: dict[str, Any] = {
+        name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)
+    }
+    job = os.environ.get("DISTCA_JOB") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job == "none":
+        # As torchrun calls each run that was given no id: its port tells runs of a host apart.
+        job = f"run-{os.environ.get('MASTER_PORT', os.getpid())}"
+    return {"job": job, **found}
+
+
+class Attached:
+    """A model whose core attention is served; made by :func:`attach`. A context manager."""
+
+    _all: ClassVar[list[Attached]] = []
+
+    def __init__(self, model: nn.Module, open_steps: int, options: dict[str, Any]) -> None:
+        if "control_plane" not in options:
+            raise SessionError(
+                "no control plane is named: set DISTCA_CONTROL_PLANE=host:port, call "
+                "distca.attach(model, control_plane=...), or set DISTCA_OFF=1 to compute at home"
+            )
+        number = len(Attached._all)
+        job = options.pop("job")
+        job = f"{job}.{number}" if number else job
+        self._options = {**options, "n_nano_batches": open_steps}
+        self._job, self._n_opened = job, 0
+        self._steps: OpenSteps | None = None
+        self._asleep = self._closed = False
+        if holds_transformers(model):
+            ServedDecoder(model, self._open)
+        else:
+            OwnForwards(model, self._open)
+        Attached._all.append(self)
+        _Exit.watch()
+
+    @property
+    def session(self) -> Session | None:
+        """The session that serves it; None before its first forward, asleep and once closed."""
+        return None if self._steps is None else self._steps.session
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job; the model's forwards raise from then on. Idempotent.
+
+        Args:
+            error: why, for the other ranks; empty when training is done.
+        """
+        self._closed = True
+        self._leave(error)
+
+    def sleep(self) -> None:
+        """Leaves the job and frees its memory until :meth:`wake`, on all ranks alike."""
+        self._asleep = True
+        self._leave("")
+
+    def wake(self) -> None:
+        """The next forward with gradients joins the job again, on all ranks alike."""
+        self._asleep = False
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(f"{kind.__name__}: {error}" if kind else "")
+
+    def _leave(self, error: str) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close(error)
+
+    def _open(self, complete: Callable[[dict[str, Any]], dict[str, Any]]) -> OpenSteps:
+        """The steps. Opened at the first forward: the model is then on its device and as it is
+        trained, and ranks that share its weights come here together."""
+        if self._closed or self._asleep:
+            state = "closed" if self._closed else "asleep; call wake() on all ranks first"
+            raise SessionError(f"the attached model is {state}")
+        if self._steps is None:
+            rank, n_ranks = (
+                (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            )
+            # After a sleep under another name: other ranks may not have left the job yet.
+            job = f"{self._job}-{self._n_opened}" if self._n_opened else self._job
+            self._n_opened += 1
+            given = {"rank": rank, "n_ranks": n_ranks, "job": job, **self._options}
+            options = complete(given)
+            self._steps = OpenSteps(Session.open(SessionOptions(**options)))
+        return self._steps
+
+
+class _Exit:
+    """Leaves all jobs when the process ends, or ``torch.distributed`` does."""
+
+    _watched = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """From now on. Idempotent."""
+        if cls._watched:
+            return
+        cls._watched = True
+        # Before the threads of sessions are ended, unlike atexit's functions.
+        untyped: Any = threading
+        untyped._register_atexit(cls._leave)
+        for module in (dist, dist.distributed_c10d):
+            untyped = module
+            untyped.destroy_process_group = cls._leaving(module.destroy_process_group)
+
+    @staticmethod
+    def _leave() -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        for attached in Attached._all:
+            attached.close(f"{type(error).__name__}: {error}" if error else "")
+
+    @classmethod
+    def _leaving(cls, destroy: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(destroy)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+            if not any(args) and not any(kwargs.values()):
+                cls._leave()
+            destroy(*args, **kwargs)
+
+        return destroy_process_group
+
+
+open_door.append(attach)

@@ -1,0 +1,265 @@
+"""Forward passes of a user's own model, and the functions by which it calls core attention.
+
+The functions have flash-attn's signatures, so that an import is all that changes. The first forward
+with gradients is computed at home on every rank: it shows how many calls there are, and of which
+shape. Outside of an attached model's forwards, and without gradients, calls are computed at home.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from core_attention.errors import TensorError
+from core_attention.host_copies import on_host
+from core_attention.shape import AttentionShape
+from trainer_client.attach.forward import Forward, OpenWith
+from trainer_client.errors import SessionError
+from trainer_client.hooks.checkpointing import Checkpoints, keep_nothing
+from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.local_attention.at_home import is_served_forward
+from trainer_client.local_attention.plain import attend_plainly
+from trainer_client.step import operation
+from trainer_client.step.home_tasks import LayerKind
+from trainer_client.step.lane import Lane, current_lane, current_step
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A served call, as far as all of a model are alike."""
+
+    shape: AttentionShape
+    scale: float
+    device: str
+
+
+class OwnForwards:
+    """The forward passes of a model, each a step that begins with its first call.
+
+    Args:
+        model: calls core attention by the functions of this module.
+        steps: see :data:`trainer_client.attach.forward.OpenWith`.
+    """
+
+    def __init__(self, model: nn.Module, steps: OpenWith) -> None:
+        self._steps = steps
+        self._known: list[_Call] = []
+        self._learning: list[_Call] = []
+        self._forwards: list[tuple[Forward, Token[OwnForwards | None]]] = []
+        model.register_forward_pre_hook(outside_graphs(self._enter))
+        model.register_forward_hook(outside_graphs(self._leave), always_call=True)
+
+    def begins(self, call: _Call, lengths: list[int]) -> bool:
+        """A call outside of any lane; returns whether it has one now."""
+        if not (torch.is_grad_enabled() or is_served_forward()):
+            return False
+        if not self._known:
+            self._learning.append(call)
+            return False
+        self._forwards[-1][0].begin(self._steps(self._complete), lengths)
+        return True
+
+    def _enter(self, *_: Any) -> None:
+        token = current_forward.set(self)
+        self._forwards.append((Forward(), token))
+
+    def _leave(self, *_: Any) -> None:
+        forward, token = self._forwards.pop()
+        current_forward.reset(token)
+        if self._learning and not forward.has_failed:
+            self._known = self._learning
+        self._learning = []
+        forward.end()
+
+    def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
+        first = self._known[0]
+        if different := next((call for call in self._known if call != first), None):
+            raise SessionError(
+                "all core attention that is served has one shape, dtype and scale, and the model "
+                f"has {first} and {different}"
+            )
+        found = {"shape": first.shape, "softmax_scale": first.scale, "device": first.device}
+        return {"n_layers": len(self._known), **found, **options}
+
+
+current_forward: ContextVar[OwnForwards | None] = ContextVar("distca_own_forward", default=None)
+
+
+@outside_graphs
+def core_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * q k^T) v`` within each document of packed rows.
+
+    Args:
+        q, k, v, window, chunk, sinks, softcap, scale: see
+            :func:`trainer_client.step.operation.core_attention`.
+        cu_seqlens: ``[documents + 1]`` int, where documents begin and end; None: as the step that
+            runs was planned.
+
+    Returns:
+        o ``[rows, num_heads, head_dim_v]``.
+
+    Raises:
+        TensorError: ``cu_seqlens`` does not end with the rows.
+    """
+    kind = LayerKind(window, chunk)
+    if cu_seqlens is None or _has_lane():
+        named = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
+        return operation.core_attention(q, k, v, scale=scale, **named)
+    lengths = _lengths(cu_seqlens, len(q))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    forward = current_forward.get()
+    recomputed = Checkpoints().recomputed is not None
+    if forward is not None and kind.is_full and not recomputed:
+        shape = AttentionShape(
+            num_heads=q.shape[1],
+            num_heads_kv=k.shape[1],
+            head_dim=q.shape[2],
+            head_dim_v=v.shape[2],
+            dtype=str(q.dtype).removeprefix("torch."),
+            softcap=softcap or 0.0,
+        )
+        if forward.begins(_Call(shape, scale, str(q.device)), lengths):
+            return operation.core_attention(q, k, v, sinks=sinks, softcap=softcap, scale=scale)
+    keep_nothing(q)
+    parts = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v))
+    outputs = [
+        attend_plainly(*part, scale=scale, softcap=softcap or 0.0, sinks=sinks, kind=kind)
+        for part in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """flash-attn's function of that name, with core attention served; see there.
+
+    Raises:
+        TensorError: an argument asks for what is not served; names it.
+    """
+    _refuse(
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+        block_table=block_table,
+        causal=None if causal else False,
+        cu_seqlens_k=None if _are_equal(cu_seqlens_q, cu_seqlens_k) else "other than cu_seqlens_q",
+    )
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+    return core_attention(
+        q,
+        k,
+        v,
+        cu_seqlens=cu_seqlens_q,
+        window=_window(window_size),
+        softcap=softcap,
+        scale=softmax_scale,
+    )
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor:
+    """flash-attn's function of that name, with core attention served: each row of the batch is a
+    document.
+
+    Raises:
+        TensorError: an argument asks for what is not served; names it.
+    """
+    batch, tokens = q.shape[:2]
+    if k.shape[1] != tokens:
+        raise TensorError(
+            f"q has {tokens} tokens and k {k.shape[1]}; keys of a cache are not served"
+        )
+    ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32)
+    o = flash_attn_varlen_func(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=tokens,
+        max_seqlen_k=tokens,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+    )
+    return o.unflatten(0, (batch, tokens))
+
+
+def _has_lane() -> bool:
+    region = Checkpoints().recomputed
+    caller = current_lane.get() if region is None else region.caller
+    return isinstance(caller, Lane) or current_step.get() is not None
+
+
+def _lengths(cu_seqlens: torch.Tensor, n_rows: int) -> list[int]:
+    ends = on_host(cu_seqlens).tolist()
+    if ends[:1] != [0] or ends[-1] != n_rows:
+        raise TensorError(
+            f"cu_seqlens is {ends[:4]}...{ends[-1:]}; it begins with 0 and ends with {n_rows}"
+        )
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or torch.equal(on_host(one), on_host(other))
+
+
+def _window(window_size: tuple[int, int]) -> int | None:
+    """Keys that a query sees; flash-attn counts those before it."""
+    before, _ = window_size
+    return None if before < 0 else before + 1
+
+
+def _refuse(**arguments: object) -> None:
+    asked = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and (name == "causal" or value)
+    }
+    if asked:
+        raise TensorError(f"{asked} is not served; use flash-attn's own function there")
