@@ -39,7 +39,7 @@ def submit_ahead(
         session: of this rank.
         loader: each item is a step of this rank: for each nano-batch the model's arguments, with
             ``position_ids`` that restart at 0 for each document, or ``cu_seq_lens_q``. Or the
-            arguments of one whole row, or of a batch that is padded on the right with an
+            arguments of one whole row, or of a batch that is padded with an
             ``attention_mask``, which is split inside the model: see
             :func:`trainer_client.models.whole_rows.turns_inside`.
         ahead: how many steps beyond the yielded one are submitted.

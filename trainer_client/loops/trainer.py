@@ -43,7 +43,7 @@ def serve_trainer(trainer: Trainer, *, ahead: int = 3, **options: Any) -> Iterat
     """Have ``trainer.train()`` in the block train with served core attention. One rank a process.
 
     Its batches must be packed, one row ``[1, rows]`` with ``position_ids`` that restart at 0, or
-    padded on the right, with an ``attention_mask``. In ``evaluate``, ``predict`` and ``generate``
+    padded, with an ``attention_mask``. In ``evaluate``, ``predict`` and ``generate``
     core attention is computed at home, and so it is in the reference model of DPO and KTO.
 
     Args:
