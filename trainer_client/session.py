@@ -348,8 +348,8 @@ class Session:
         return running
 
     def stop(self, running: RunningStep) -> None:
-        """No more is computed of an open step, as when its graph is gone: servers are told to
-        expect nothing. Call :meth:`end` then.
+        """No more is computed of an open step, as when its graph is gone, and servers expect
+        no more of it. Call :meth:`end` then.
 
         Raises:
             SessionClosed: the job ended.
@@ -377,15 +377,21 @@ class Session:
             # Steps before it may be open here and elsewhere: nobody waits for those.
             self._await_end(lambda: self._in_place.ticks.is_serving(running.step, running.step))
 
-    def report_ended(self, device_seconds: float = 0.0) -> None:
+    def report_ended(self, device_seconds: float | None = None) -> None:
         """Reports steps that have ended, in order: not those after a step that is open.
 
         Args:
-            device_seconds: how long a GPU may take to come to the end of one.
+            device_seconds: how long a GPU may take to come to the end of one; None: steps that it
+                has not come to are left for a later call, as long as few are.
         """
         before = min(self._open, default=self._last_step + 1)
         for step in sorted(step for step in self._unreported if step < before):
-            self._report(self._unreported.pop(step), device_seconds)
+            running = self._unreported[step]
+            is_late = step < self._last_step - self.options.n_nano_batches
+            is_over = all(wait.ended.query() for wait in running.device_waits[-1:])
+            if device_seconds is None and not (is_late or is_over):
+                return
+            self._report(self._unreported.pop(step), device_seconds or 0.0)
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
