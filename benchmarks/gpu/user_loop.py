@@ -4,11 +4,12 @@ The loop is that of docs/training_loops.md, without a barrier on the host. Every
 same documents, in processes of its own:
 
 * plain: FlashAttention-4 on each rank's packed row (``benchmarks.gpu.end_to_end``'s plain packing);
-* in-place: servers inside the trainers;
+* attached: ``distca.attach``, with servers inside the trainers;
+* in-place: ping-pong of two nano-batches, likewise;
 * beside: a pool with an attention node's process on each trainer's GPU;
 * beside-mps: the same under an MPS daemon of its own; beside-mps-first: and the nodes go first.
 
-    python -m benchmarks.gpu.user_loop --ways plain,in-place,beside --tokens-per-rank 131072
+    python -m benchmarks.gpu.user_loop --ways plain,attached,in-place --tokens-per-rank 131072
     python -m benchmarks.gpu.user_loop --device cpu --tiny --tokens-per-rank 4096 --layers 2
 
 *Headroom* is how much faster plain packing's step would be if its attention were spread evenly.
@@ -39,6 +40,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
+import distca
 import trainer_client.models.transformers
 from benchmarks.gpu.end_to_end import headroom, start_control_plane, start_nodes
 from benchmarks.gpu.training import attention, batches, methods
@@ -80,16 +82,19 @@ class Way:
         nodes: whether a node runs on each rank's device.
         mps: whether all of them share the GPUs by MPS.
         yields: whether trainers have the lower of MPS's two priorities.
+        attached: whether the model is attached, so that the loop is plain packing's.
     """
 
     placement: Placement | None
     nodes: bool = False
     mps: bool = False
     yields: bool = False
+    attached: bool = False
 
 
 WAYS = {
     "plain": Way(None),
+    "attached": Way(Placement.IN_PLACE, attached=True),
     "in-place": Way(Placement.IN_PLACE),
     "beside": Way(Placement.POOL, nodes=True),
     "beside-mps": Way(Placement.POOL, nodes=True, mps=True),
@@ -159,7 +164,8 @@ class Loop:
         self._model.train()
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
         language = LanguageModel(self._model)
-        self._ddp = DistributedDataParallel(PingPong(language) if served else InTurn(language))
+        in_turn = not served or self._way.attached
+        self._ddp = DistributedDataParallel(InTurn(language) if in_turn else PingPong(language))
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
         self._watch = Stopwatch(device)
@@ -170,6 +176,9 @@ class Loop:
         with ExitStack() as stack:
             if self._way.placement is None:
                 steps: Iterator[tuple[list[dict[str, Any]], Any]] = self._plain()
+            elif self._way.attached:
+                stack.enter_context(distca.attach(self._model, **self._named()))
+                steps = self._alone()
             else:
                 steps = self._served(stack.enter_context(Session.open(self._options())))
             began = time.perf_counter()
@@ -196,19 +205,24 @@ class Loop:
         counts = [(each["labels"] != IGNORED_LABEL).sum() for each in nano_batches]
         return torch.stack(counts).sum().to(self._device)
 
+    def _named(self) -> dict[str, Any]:
+        """Options of a session, and of an attached model."""
+        return {
+            "control_plane": self._settings.control_plane,
+            "job": self._settings.way,
+            "placement": self._way.placement,
+            "data_host": "127.0.0.1",
+            "one_host": True,
+            "profile_dir": Path(self._settings.folder),
+        }
+
     def _options(self) -> SessionOptions:
-        settings = self._settings
         return SessionOptions.for_model(
             self._model,
-            control_plane=settings.control_plane,
-            job=settings.way,
             rank=self._rank,
-            n_ranks=settings.ranks,
-            placement=self._way.placement,
-            n_nano_batches=settings.halves,
-            data_host="127.0.0.1",
-            one_host=True,
-            profile_dir=Path(settings.folder),
+            n_ranks=self._settings.ranks,
+            n_nano_batches=self._settings.halves,
+            **self._named(),
         )
 
     def _plain(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
@@ -220,6 +234,11 @@ class Loop:
             documents = attention.WholeDocuments(kernel, mine, self._device, self._watch)
             attention.use(documents)
             yield self._tensors(batch, mine), nullcontext()
+
+    def _alone(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+        """Likewise; each batch is handed to the model, and nothing else."""
+        for batch in self._drawn:
+            yield self._tensors(batch, batches.packed(batch)[self._rank]), nullcontext()
 
     def _served(self, session: Session) -> Iterator[tuple[list[dict[str, Any]], Any]]:
         """Likewise; documents lie on the ranks as plain packing puts them."""
@@ -420,7 +439,7 @@ def show(settings: Settings, results: Sequence[dict[str, Any]]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ways", default="plain,in-place,beside", help=", ".join(WAYS))
+    parser.add_argument("--ways", default="plain,attached,in-place", help=", ".join(WAYS))
     parser.add_argument("--gpus", type=int, default=2, help="ranks, one a GPU")
     parser.add_argument("--layers", type=int, default=8, help="of the Llama-3-8B shape")
     parser.add_argument("--tokens-per-rank", type=int, default=128 * 1024)
