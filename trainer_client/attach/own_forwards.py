@@ -119,8 +119,9 @@ def core_attention(
     """
     kind = LayerKind(window, chunk)
     if cu_seqlens is None or _has_lane():
-        named = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
-        return operation.core_attention(q, k, v, scale=scale, **named)
+        return operation.core_attention(
+            q, k, v, window=window, chunk=chunk, sinks=sinks, softcap=softcap, scale=scale
+        )
     lengths = _lengths(cu_seqlens, len(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     forward = current_forward.get()
@@ -214,7 +215,9 @@ def flash_attn_func(
         )
     ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32)
     o = flash_attn_varlen_func(
-        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         cu_seqlens_q=ends,
         cu_seqlens_k=ends,
         max_seqlen_q=tokens,
@@ -227,7 +230,7 @@ def flash_attn_func(
         alibi_slopes=alibi_slopes,
         return_attn_probs=return_attn_probs,
     )
-    return o.unflatten(0, (batch, tokens))
+    return o.reshape(batch, tokens, *o.shape[1:])
 
 
 def _has_lane() -> bool:
@@ -259,7 +262,8 @@ def _refuse(**arguments: object) -> None:
     asked = {
         name: value
         for name, value in arguments.items()
-        if value is not None and (name == "causal" or value)
+        if value is not None
+        and (name == "causal" or isinstance(value, torch.Tensor) or bool(value))
     }
     if asked:
         raise TensorError(f"{asked} is not served; use flash-attn's own function there")

@@ -21,6 +21,11 @@ IDS = torch.arange(12).reshape(2, 6)
 @pytest.fixture(autouse=True)
 def local_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "Session", LocalSession)
+    # An address that need not be looked for.
+    environment = attached._of_environment
+    monkeypatch.setattr(
+        attached, "_of_environment", lambda: {"data_host": "127.0.0.1", **environment()}
+    )
     monkeypatch.setenv("DISTCA_CONTROL_PLANE", "localhost:1")
     monkeypatch.setenv("DISTCA_JOB", "job")
 
