@@ -55,6 +55,12 @@ class Run:
         self._drawn = 0
         self.attached = distca.attach(self.model, **SETTINGS) if attach else None
 
+    @property
+    def steps_begun(self) -> int:
+        assert self.attached is not None
+        assert self.attached.session is not None
+        return self.attached.session.next_step
+
     def swap(self, model: nn.Module, local: nn.Module) -> None:
         """Other models take the place of these."""
         assert self.attached is not None
@@ -147,7 +153,7 @@ def begin_of(layout: str, width: int, length: int) -> int:
 
 def rows_of(logits: torch.Tensor, documents: Documents, layout: str) -> Sequence[torch.Tensor]:
     if logits.shape[0] == 1:
-        return logits[0].split([len(document) for document in documents])
+        return list(logits[0].tensor_split(torch.tensor([*map(len, documents)]).cumsum(0)[:-1]))
     begins = [begin_of(layout, logits.shape[1], len(document)) for document in documents]
     return [
         row[begin : begin + len(document)]
@@ -286,8 +292,7 @@ def served_forwards(run: Run) -> None:
         with torch.no_grad():
             theirs = run.local_loss(documents)
         assert abs(mine - theirs) <= TOLERANCE * abs(theirs) + TOLERANCE
-    assert run.attached is not None
-    assert run.attached.session.next_step == 5
+    assert run.steps_begun == 5
     run.step()
     run.compare()
 
@@ -356,8 +361,7 @@ def own_model(run: Run) -> None:
         run.compare()
     run.step("own rows")
     run.compare()
-    assert run.attached is not None
-    assert run.attached.session.next_step == 3
+    assert run.steps_begun == 3
 
 
 @loop
@@ -398,18 +402,22 @@ class OwnModel(nn.Module):
 
     def _layer(self, layer: int, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         q, k, v = self.qkv[layer](x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=-2)
+        result: torch.Tensor = self.out[layer](self._attend(q, k, v, ends).flatten(-2))
+        return result
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._rows is None:
             q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
-            o = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True
-            ).transpose(-3, -2)
-        elif ends is None:
-            o = self._rows(q, k, v, causal=True)
-        else:
-            longest = int(ends.diff().max())
-            o = self._varlen(q, k, v, ends, ends, longest, longest, causal=True)
-        o: torch.Tensor = self.out[layer](o.flatten(-2))
-        return o
+            o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return o.transpose(-3, -2)
+        of_rows: torch.Tensor = (
+            self._rows(q, k, v, causal=True)
+            if ends is None
+            else self._varlen(q, k, v, ends, ends, 99, 99, causal=True)
+        )
+        return of_rows.contiguous()
 
 
 SETTINGS: dict[str, Any] = {}

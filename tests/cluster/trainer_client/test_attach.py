@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster, keep_profile
-from tests.support.preloaded import ROOT
 
 pytestmark = pytest.mark.timeout(400)
 
