@@ -93,7 +93,7 @@ class AttentionCall:
 
     def end_step(self) -> None:
         """If the step is complete by this call, ends it when the backward pass that runs is over:
-        whoever called ``backward`` may do anything after it."""
+        the caller of ``backward`` may do anything after it."""
         running = self._running
         if running.on_complete is not None and running.complete:
             untyped: Any = torch.autograd.Variable

@@ -284,7 +284,7 @@ class RunningStep:
         """Runs what :meth:`check_at_end` was given.
 
         Raises:
-            ValueError: tensors on a GPU told of other documents than the manifest.
+            ValueError: tensors on a GPU have other documents than the manifest.
         """
         for check in self._checks:
             check()

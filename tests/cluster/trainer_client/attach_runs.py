@@ -398,7 +398,8 @@ class OwnModel(nn.Module):
         """``ids`` ``[rows]`` with ``ends``, or ``[batch, tokens]``."""
         x = self.embedding(ids)
         x = x + self._layer(0, x, ends)
-        return x + checkpoint(self._layer, 1, x, ends, use_reentrant=False)
+        later: torch.Tensor = checkpoint(self._layer, 1, x, ends, use_reentrant=False)
+        return x + later
 
     def _layer(self, layer: int, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         q, k, v = self.qkv[layer](x).unflatten(-1, (8, 16)).split((4, 2, 2), dim=-2)
