@@ -396,7 +396,7 @@ class OwnModel(nn.Module):
 
     def forward(self, ids: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """``ids`` ``[rows]`` with ``ends``, or ``[batch, tokens]``."""
-        x = self.embedding(ids)
+        x: torch.Tensor = self.embedding(ids)
         x = x + self._layer(0, x, ends)
         later: torch.Tensor = checkpoint(self._layer, 1, x, ends, use_reentrant=False)
         return x + later
