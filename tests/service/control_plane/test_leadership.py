@@ -388,7 +388,7 @@ def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
 
 
 def test_process_outside_of_a_cluster_is_told_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"KUBERNETES_SERVICE_HOST .*/token.* must run in a pod"):
+    with pytest.raises(OSError, match=r"KUBERNETES_SERVICE_HOST .*/token"):
         cluster_api(tmp_path)
 
 

@@ -53,7 +53,7 @@ from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from tests.support.service_harness import rotating_plan
 
-logging.basicConfig(target load=logging.INFO, format="%(message)s")
+logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings = ControlPlaneSettings(
     listen_address="127.0.0.1:0",
     metrics_address="127.0.0.1:0",

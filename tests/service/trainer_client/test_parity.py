@@ -140,7 +140,7 @@ def test_two_jobs_share_a_pool(pool_of_four: Cluster) -> None:
 @pytest.mark.parametrize("manifests", [spanning(2, 700), in_halves(2, 701)])
 def test_equal_steps_give_equal_bits(pool_of_four: Cluster, manifests: list[RankManifest]) -> None:
     """Sums are in a fixed order, whatever order messages arrive in."""
-    with Team(pool_of_four, 2, make_shape(), placement="mixed", planner="balanced") as team:
+    with Team(pool_of_four, 2, make_shape(), placement="mixed", planner="steady") as team:
         runs = [team.run(manifests) for _ in range(4)]
     for key, rows in runs[0].rows.items():
         for other in runs[1:]:
