@@ -51,6 +51,8 @@ NOT_IN_THE_CHART = {
     "attention-node": {
         "--address-file",
         "--several-hosts",
+        # A pod that was killed has let go of its name; one that lives keeps it.
+        "--replace",
         # Processes check the name of the service; `distca health` alone asks for localhost.
         "--tls-server-name",
         "--tls-check-seconds",

@@ -39,8 +39,7 @@ def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -
         with pytest.raises(rpc.FailedPrecondition) as caught:
             Team(pool, 1, make_shape(), placement="pool", transport="nixl")
         assert time.monotonic() - began < 20.0
-        assert "uses the transport nixl, and the servers of the pool use ucxx" in str(caught.value)
-        assert "--transport=ucxx (SessionOptions.transport)" in str(caught.value)
+        assert "--transport=ucxx" in str(caught.value)
         # The doctor says it before anybody trains.
         around = Surroundings(
             settings=DoctorSettings(transport="nixl"),
