@@ -92,6 +92,8 @@ def test_checksum_of_a_message_on_a_gpu_is_the_hosts(blocks: int, byte: int | No
         on_host.fill_(byte)
     on_gpu = on_host.cuda()
     seal(on_gpu, 5, KEY)
+    # As a message that has arrived, it is complete: verifying reads it behind no kernel.
+    torch.cuda.synchronize()
     verify(on_gpu, 5, KEY)
     verify(on_gpu.cpu(), 5, KEY)
     seal(on_host, 5, KEY)
@@ -99,7 +101,6 @@ def test_checksum_of_a_message_on_a_gpu_is_the_hosts(blocks: int, byte: int | No
     for at in (0, 8 * blocks, 16 * blocks - 1, 16 * blocks, len(on_host) - 1):
         changed = on_gpu.clone()
         changed[at] ^= 64
-        # As a message that has arrived, it is complete: verifying reads it behind no kernel.
         torch.cuda.synchronize()
         with pytest.raises(ChecksumMismatch):
             verify(changed, 5, KEY)
