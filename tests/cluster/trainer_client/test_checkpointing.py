@@ -243,10 +243,12 @@ def test_several_calls_in_one_checkpoint(session: Session) -> None:
 def test_checkpoints_in_evaluation_keep_nothing(session: Session) -> None:
     model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
     CHECKPOINTED["transformers' own"](model)
+    gc.collect()
+    before = len(checkpointing._regions)
     with session.step(submit(session)), torch.no_grad():
         PingPong(model)(make_batches())
     gc.collect()
-    assert not len(checkpointing._regions)
+    assert len(checkpointing._regions) == before
 
 
 def test_a_reentrant_checkpoint_is_named(session: Session) -> None:

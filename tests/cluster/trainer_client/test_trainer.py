@@ -158,9 +158,10 @@ def test_trainers_that_cannot_be_served_are_refused(
     again: Any = trainer(tmp_path)
     again.model_init = lambda: make_model(CONFIGS["Llama"], "distca")
     assert refuses(again)
-    with monkeypatch.context() as alone:
-        alone.setenv("WORLD_SIZE", "2")
-        assert refuses(trainer(tmp_path))
+    alone = trainer(tmp_path)
+    with monkeypatch.context() as changed:
+        changed.setenv("WORLD_SIZE", "2")
+        assert refuses(alone)
     # Where there are several ranks, accelerate reads streams on one.
     streaming = trainer(tmp_path)
     streaming.train_dataset = Stream()
