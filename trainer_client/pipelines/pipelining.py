@@ -327,7 +327,8 @@ def _run_rows_in_turns(
     if isinstance(module, DistributedDataParallel):
         module = module.module
     require_prepared(module)
-    forward = module.forward
+    # The module may have been in a Pipeline that has ended.
+    forward = getattr(module.forward, "of_whole_rows", module.forward)
 
     @outside_graphs
     def in_turns(*args: Any, **kwargs: Any) -> Any:
@@ -343,4 +344,6 @@ def _run_rows_in_turns(
         calls = cut.calls(args, kwargs)
         return cut.joined(run_in_turns(forward, calls, first, is_last=is_last, model=module))
 
-    module.forward = in_turns
+    untyped: Any = in_turns
+    untyped.of_whole_rows = forward
+    module.forward = untyped
