@@ -7,7 +7,7 @@ same documents, in processes of its own:
 * attached: ``distca.attach``, with servers inside the trainers;
 * in-place: ping-pong of two nano-batches, likewise;
 * beside: a pool with an attention node's process on each trainer's GPU;
-* beside-mps: the same under an MPS daemon of its own; beside-mps-first: and the nodes go first.
+* beside-mps: the same under an MPS daemon of its own.
 
     python -m benchmarks.gpu.user_loop --ways plain,attached,in-place --tokens-per-rank 131072
     python -m benchmarks.gpu.user_loop --device cpu --tiny --tokens-per-rank 4096 --layers 2
@@ -81,14 +81,12 @@ class Way:
         placement: None: not at all.
         nodes: whether a node runs on each rank's device.
         mps: whether all of them share the GPUs by MPS.
-        yields: whether trainers have the lower of MPS's two priorities.
         attached: whether the model is attached, so that the loop is plain packing's.
     """
 
     placement: Placement | None
     nodes: bool = False
     mps: bool = False
-    yields: bool = False
     attached: bool = False
 
 
@@ -98,7 +96,6 @@ WAYS = {
     "in-place": Way(Placement.IN_PLACE),
     "beside": Way(Placement.POOL, nodes=True),
     "beside-mps": Way(Placement.POOL, nodes=True, mps=True),
-    "beside-mps-first": Way(Placement.POOL, nodes=True, mps=True, yields=True),
 }
 
 
@@ -174,10 +171,9 @@ class Loop:
     def run(self) -> None:
         """All steps; what is found is written after each."""
         with ExitStack() as stack:
-            if self._way.placement is None:
-                steps: Iterator[tuple[list[dict[str, Any]], Any]] = self._plain()
-            elif self._way.attached:
+            if self._way.attached:
                 stack.enter_context(distca.attach(self._model, **self._named()))
+            if self._way.attached or self._way.placement is None:
                 steps = self._alone()
             else:
                 steps = self._served(stack.enter_context(Session.open(self._options())))
@@ -225,20 +221,18 @@ class Loop:
             **self._named(),
         )
 
-    def _plain(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
-        """The nano-batches of each step, and the block that it runs in."""
-        kernel = select_kernel(self._device)
-        kernel.warm_up(self._shape.attention)
+    def _alone(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+        """The nano-batch of each step, which is handed to the model and nothing else, and the block
+        that it runs in."""
+        kernel = None
+        if self._way.placement is None:
+            kernel = select_kernel(self._device)
+            kernel.warm_up(self._shape.attention)
         for batch in self._drawn:
             mine = batches.packed(batch)[self._rank]
-            documents = attention.WholeDocuments(kernel, mine, self._device, self._watch)
-            attention.use(documents)
+            if kernel is not None:
+                attention.use(attention.WholeDocuments(kernel, mine, self._device, self._watch))
             yield self._tensors(batch, mine), nullcontext()
-
-    def _alone(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
-        """Likewise; each batch is handed to the model, and nothing else."""
-        for batch in self._drawn:
-            yield self._tensors(batch, batches.packed(batch)[self._rank]), nullcontext()
 
     def _served(self, session: Session) -> Iterator[tuple[list[dict[str, Any]], Any]]:
         """Likewise; documents lie on the ranks as plain packing puts them."""
@@ -366,14 +360,13 @@ def measure(settings: Settings, limit_seconds: float) -> dict[str, Any]:
                 profiles=folder,
                 environ={**os.environ, **clients},
             )
-        own = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if way.yields else {}
         command = [sys.executable, "-m", "benchmarks.gpu.user_loop", json.dumps(asdict(settings))]
         group = RankGroup(
             command,
             settings.ranks,
             folder / settings.way,
             limit_seconds=limit_seconds,
-            environ={**os.environ, **clients, **own},
+            environ={**os.environ, **clients},
         )
         codes = group.wait()
         outcome = ""
