@@ -23,11 +23,10 @@ from distca.contract.timeouts import (
     as_markdown,
     check_order,
     known_timeouts,
-    timeout,
 )
 from tests import ROOT
 
-DEFAULTS = {each.name: each.seconds for each in TIMEOUTS}
+DEFAULTS = {name: each.seconds for name, each in TIMEOUTS.items()}
 
 
 LIBRARY = ("attention_node", "control_plane", "distca", "trainer_client")
@@ -123,8 +122,7 @@ def test_defaults_stand_in_order() -> None:
     check_order(DEFAULTS)
 
 
-def test_names_are_unique_and_orders_name_what_is_in_the_table() -> None:
-    assert len(DEFAULTS) == len(TIMEOUTS)
+def test_orders_name_what_is_in_the_table() -> None:
     assert DEFAULTS.keys() >= set(chain(*((*order.shorter, order.longer) for order in ORDERS)))
 
 
@@ -169,7 +167,6 @@ def test_settings_hand_over_what_they_hold() -> None:
         other_seconds: float = 4.0
 
     assert known_timeouts(Settings()) == {"lease_seconds": 3.0}
-    assert timeout("lease_seconds").who == "control plane"
 
 
 def test_page_shows_the_table() -> None:
