@@ -37,7 +37,7 @@ class PoolLinkLost(RuntimeError):
 class PoolContact(Contact):
     """A control plane that a server has reached; calls raise ``distca.contract.rpc.RpcError``."""
 
-    LOST = (rpc.LeaseExpired, rpc.Fenced)
+    LOST = frozenset({rpc.Reason.LEASE_EXPIRED, rpc.Reason.FENCED})
 
     def register(self, description: membership_pb2.ServerDescription, *, replace: bool) -> None:
         """Joins the pool, under a new lease; with ``replace`` in the place of a live server."""
@@ -165,7 +165,7 @@ class PoolLink:
 
     def join(self) -> None:
         """Registers and starts the heartbeat and the watch."""
-        contact = self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
+        contact = self._lifeline.join()
         self._on_registered()
         self._lifeline.start(renewing="distca-heartbeat")
         self._outbox.start()
@@ -242,11 +242,12 @@ class PoolLink:
         try:
             try:
                 contact.keep(lease_id, self._load())
-            except rpc.Fenced as error:
-                self._drop_everything(lease_id, error)
-                self._register_again(contact)
-            except rpc.LeaseExpired:
-                # It does not know the lease: it has started again, and knows no plan either.
+            except rpc.RpcError as error:
+                if error.reason not in PoolContact.LOST:
+                    raise
+                if error.reason is rpc.Reason.FENCED:
+                    self._drop_everything(lease_id, error)
+                # Else it has started again, and knows no plan either.
                 self._register_again(contact)
             contact.watch()
         except BaseException:
@@ -259,7 +260,8 @@ class PoolLink:
         does."""
         busy_seconds = self._load().oldest_ready_seconds
         if busy_seconds > BUSY_SECONDS:
-            raise rpc.ControlPlaneUnavailable(
+            raise rpc.RpcError(
+                rpc.Reason.UNAVAILABLE,
                 "RegisterServer",
                 contact.address,
                 f"not asked: the executor has finished nothing for {busy_seconds:.0f} s",

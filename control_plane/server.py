@@ -25,7 +25,7 @@ from control_plane.access.fair_threads import FairThreads
 from control_plane.access.job_keys import job_keys
 from control_plane.access.rate_limit import RateLimit
 from control_plane.cold_start.planners import ColdPlanners
-from control_plane.errors import NoHandshakeError
+from control_plane.errors import RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.leadership.epochs import next_generation
 from control_plane.leadership.kubernetes_api import cluster_api
@@ -43,6 +43,7 @@ from control_plane.settings import ControlPlaneSettings
 from core_attention.whole_file import write_whole
 from distca.contract.addresses import split_address
 from distca.contract.rpc import server_options
+from distca.contract.rpc_errors import Reason
 from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.machine_errors import ListenError, using
@@ -329,9 +330,10 @@ class ControlPlane:
             self._refusals.refused(
                 "connection",
                 "TLS clients",
-                NoHandshakeError(
+                RefusedError(
+                    Reason.NO_HANDSHAKE,
                     "a connection brought no call: its certificate is missing, expired or of "
-                    "another authority, or the client trusts another one"
+                    "another authority, or the client trusts another one",
                 ),
             )
         self._refusals.sweep()

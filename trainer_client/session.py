@@ -212,8 +212,8 @@ class Session:
 
         Raises:
             ValueError: no kernel runs the shape on the device.
-            distca.contract.rpc.AlreadyExists: another job has the name, and lives.
-            distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
+            distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses: another
+                job has the name, and lives (ALREADY_EXISTS).
             TransportError: the in-place server's port is in use.
             distca.machine_errors.ListenError: the metrics port cannot be listened on.
             distca.machine_errors.PathError: the folder of profiles cannot be used.
@@ -397,7 +397,7 @@ class Session:
         """The whole plan of a recent step and what all members measured in it so far.
 
         Raises:
-            distca.contract.rpc.UnknownStep: it is not planned yet, or forgotten.
+            distca.contract.rpc.RpcError: it is not planned yet, or forgotten.
         """
         return self._link.fetch_step(step)
 

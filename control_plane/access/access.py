@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,21 +21,16 @@ from control_plane.access.caller import Caller, caller_of
 from control_plane.access.calls_in_flight import CallsInFlight
 from control_plane.access.connections import Connections
 from control_plane.access.rate_limit import RateLimit
-from control_plane.errors import (
-    ExpiredCertificateError,
-    InvalidRequestError,
-    NoIdentityError,
-    RateLimitedError,
-    RefusedError,
-    RequestTooLargeError,
-    StandbyError,
-    WrongRoleError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.service.refusals import Refusals
-from control_plane.service.status import refuse
+from distca.contract.rpc_errors import ERROR_KIND_KEY, RETRY_AFTER_KEY, Reason
+from distca.process.plain_text import plain
 
 logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE_CHARACTERS = 4000
+"""gRPC carries the message in a trailer, which may not be larger than 8 KiB."""
 
 Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
@@ -77,11 +72,11 @@ class Gate:
         """Raises unless ``caller`` may make this call."""
         policy = POLICIES.get(method)
         if policy is None:
-            raise WrongRoleError(f"no role may call {method}")
+            raise RefusedError(Reason.WRONG_ROLE, f"no role may call {method}")
         if self._certificates_required:
             _check_role(method, policy, caller)
         if not policy.of_standby and not self._leads():
-            raise StandbyError("this control plane stands by; another one leads")
+            raise RefusedError(Reason.STANDBY, "this control plane stands by; another one leads")
         if policy.registers:
             self._check_rate(caller)
         if isinstance(request, _Unread):
@@ -93,7 +88,8 @@ class Gate:
     def _check_rate(self, caller: Caller) -> None:
         seconds = self._limit.wait_seconds(caller.label, now=self._clock())
         if seconds:
-            raise RateLimitedError(
+            raise RefusedError(
+                Reason.RATE_LIMITED,
                 f"{caller.label} registers members too fast; try again in {seconds:.2f} s",
                 retry_after_seconds=seconds,
             )
@@ -151,7 +147,18 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 return await behaviour(request, context)
         except RefusedError as error:
             self._refusals.refused(short_name(method), caller.label, error)
-            return await refuse(context, error)
+            return await _refuse(context, error)
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: RefusedError) -> NoReturn:
+    """Ends a call with the status of ``error``; its kind, and when to try again if that is known,
+    go with it as trailing metadata."""
+    metadata = [(ERROR_KIND_KEY, error.reason.kind)]
+    if error.retry_after_seconds is not None:
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"))
+    message = plain(str(error), _MAX_MESSAGE_CHARACTERS)
+    await context.abort(error.reason.status, message, tuple(metadata))
+    raise AssertionError("abort raises")
 
 
 def short_name(method: str) -> str:
@@ -161,17 +168,21 @@ def short_name(method: str) -> str:
 
 def _check_role(method: str, policy: MethodPolicy, caller: Caller) -> None:
     if caller.identity is None:
-        raise NoIdentityError(
+        raise RefusedError(
+            Reason.NO_IDENTITY,
             "the certificate names no role; it needs exactly one URI "
-            "spiffe://distca/<role>/<name> among its subject alternative names"
+            "spiffe://distca/<role>/<name> among its subject alternative names",
         )
     if caller.expires is not None and caller.expires <= datetime.now(UTC):
-        raise ExpiredCertificateError(
-            f"the certificate of {caller.label} ended at {caller.expires:%Y-%m-%d %H:%M:%S} UTC"
+        raise RefusedError(
+            Reason.EXPIRED_CERTIFICATE,
+            f"the certificate of {caller.label} ended at {caller.expires:%Y-%m-%d %H:%M:%S} UTC",
         )
     if caller.identity.role not in policy.roles:
         valid = ", ".join(sorted(policy.roles))
-        raise WrongRoleError(f"{caller.label} may not call {method}; roles that may: {valid}")
+        raise RefusedError(
+            Reason.WRONG_ROLE, f"{caller.label} may not call {method}; roles that may: {valid}"
+        )
 
 
 def _needs_token(policy: MethodPolicy, caller: Caller) -> bool:
@@ -189,8 +200,9 @@ def _read(method: str, deserializer: Callable[[bytes], Any], raw: bytes) -> Any:
     policy = POLICIES.get(method)
     if policy is not None and len(raw) > policy.max_request_bytes:
         return _Unread(
-            RequestTooLargeError(
-                f"the request has {len(raw)} bytes; {method} takes {policy.max_request_bytes}"
+            RefusedError(
+                Reason.TOO_LARGE,
+                f"the request has {len(raw)} bytes; {method} takes {policy.max_request_bytes}",
             )
         )
     try:

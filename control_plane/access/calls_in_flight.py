@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from control_plane.errors import QuotaError
+from control_plane.errors import RefusedError
+from distca.contract.rpc_errors import Reason
 
 
 class CallsInFlight:
@@ -20,9 +21,10 @@ class CallsInFlight:
     def one_more(self, caller: str) -> Iterator[None]:
         """A call of ``caller`` is under way."""
         if self._n_of[caller] >= self._limit:
-            raise QuotaError(
+            raise RefusedError(
+                Reason.QUOTA,
                 f"{caller} has {self._limit} calls and streams under way, as many as one identity "
-                "may (max_calls_per_identity); end some"
+                "may (max_calls_per_identity); end some",
             )
         self._n_of[caller] += 1
         try:

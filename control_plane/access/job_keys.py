@@ -14,8 +14,9 @@ import os
 import secrets
 from pathlib import Path
 
-from control_plane.errors import MissingTokenError, WrongTokenError
+from control_plane.errors import RefusedError
 from core_attention.whole_file import sync_folder, write_whole
+from distca.contract.rpc_errors import Reason
 from distca.contract.tokens import rank_of_token
 from distca.machine_errors import check_secret, using
 
@@ -70,13 +71,16 @@ class JobKeys:
         to it after a restart and shows its token.
         """
         if token is None:
-            raise MissingTokenError(f"rank {rank} comes back to job {job_id} without its token")
+            raise RefusedError(
+                Reason.MISSING_TOKEN, f"rank {rank} comes back to job {job_id} without its token"
+            )
         key = self.key_of(job_id, owner)
         if rank_of_token(key, token) != rank:
             opened = f", opened by {owner!r}" if owner else ""
-            raise WrongTokenError(
+            raise RefusedError(
+                Reason.WRONG_TOKEN,
                 f"the token that came is not that of rank {rank} of job {job_id}{opened}; without "
-                "a token secret none outlives the control plane"
+                "a token secret none outlives the control plane",
             )
         return key
 

@@ -10,12 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from control_plane.access.job_keys import JobKeys
-from control_plane.errors import (
-    AlreadyExistsError,
-    InvalidRequestError,
-    OtherOwnerError,
-    SpecMismatchError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.event_streams import EventStreams
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_ids import is_later, name_of, new_job_id
@@ -34,6 +29,7 @@ from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.tensor_parallel import Group, check_group
 from control_plane.leadership.epochs import first_epoch
 from control_plane.metrics.metrics import Metrics
+from distca.contract.rpc_errors import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +124,7 @@ class Admission:
             job = self._create_job(spec, owner)
         try:
             job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
-        except SpecMismatchError as error:
+        except RefusedError as error:
             self._refuse(job, rank, error)
             raise
         if in_place is not None:
@@ -148,14 +144,15 @@ class Admission:
         if job is None:
             return None
         if job.owner != owner:
-            raise OtherOwnerError(
+            raise RefusedError(
+                Reason.OTHER_OWNER,
                 f"rank {rank} of {owner!r} opens job {spec.name}, which another identity runs; "
-                "choose another name"
+                "choose another name",
             )
         try:
             if job.has_place_for(spec, rank, replace=replace):
                 return job
-        except SpecMismatchError as error:
+        except RefusedError as error:
             self._refuse(job, rank, error)
             raise
         if rank not in job.leases.left:
@@ -213,9 +210,9 @@ class Admission:
         self._recoveries.rank_came_back(job)
         return job, lease_id
 
-    def _refuse(self, job: Job | None, rank: int, error: SpecMismatchError) -> None:
-        """Those who wait for ``rank`` in ``job`` learn why it does not come."""
-        if job is None:
+    def _refuse(self, job: Job | None, rank: int, error: RefusedError) -> None:
+        """Those who wait for ``rank`` in ``job`` learn that its settings keep it away."""
+        if job is None or error.reason is not Reason.SPEC_MISMATCH:
             return
         logger.warning("job %s: rank %d is refused: %s", job.job_id, rank, error)
         job.refused(rank, str(error))
@@ -234,10 +231,11 @@ class Admission:
         pool = self._membership.pool() if spec.placement.uses_pool else []
         if pool and not any(member.reaches(spec.transport) for member in pool):
             theirs = " and ".join(self._membership.pool_transports())
-            raise SpecMismatchError(
+            raise RefusedError(
+                Reason.SPEC_MISMATCH,
                 f"job {spec.name} uses transport {spec.transport}, the pool's servers {theirs}: "
                 f"give the ranks --transport={theirs} (SessionOptions.transport), or the nodes "
-                f"--transport={spec.transport}"
+                f"--transport={spec.transport}",
             )
 
     def _create_job(self, spec: JobSpec, owner: str) -> Job:
@@ -279,8 +277,9 @@ class Admission:
         comes_back = self._clock() < self._led_since + 2 * self._lease_seconds
         is_newcomer = comes_back and other.owner != owner and not other.is_resumed
         if is_later(other.job_id, job_id) and not is_newcomer:
-            raise AlreadyExistsError(
-                f"job {job_id} is not known any more, and {other.job_id} has taken its name"
+            raise RefusedError(
+                Reason.ALREADY_EXISTS,
+                f"job {job_id} is not known any more, and {other.job_id} has taken its name",
             )
         self._close(
             other,

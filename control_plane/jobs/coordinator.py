@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from control_plane.access.job_keys import JobKeys
-from control_plane.errors import (
-    FencedError,
-    InvalidRequestError,
-    MissingTokenError,
-    QuotaError,
-    RefusedError,
-    ShuttingDownError,
-    WrongTokenError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.admission import Admission, new_lease_id
 from control_plane.jobs.event_streams import EventStreams, RankKey
 from control_plane.jobs.isolation import IsolationDetector
@@ -59,6 +51,7 @@ from control_plane.metrics.metrics import Metrics
 from control_plane.planner.planning import Planner
 from control_plane.settings import CoordinatorSettings
 from core_attention.manifest import RankManifest
+from distca.contract.rpc_errors import Reason
 from distca.contract.server_loss import ServerLoss
 from distca.contract.tokens import rank_of_token
 from distca.process import tracing
@@ -167,7 +160,9 @@ class Coordinator:
         self._hear_and_sweep()
         holder = self._membership.find(description.server_id)
         if holder is not None and holder.in_place is None and (replace or not holder.is_watching):
-            error = FencedError(f"server {holder.server_id} was started again and is replaced")
+            error = RefusedError(
+                Reason.FENCED, f"server {holder.server_id} was started again and is replaced"
+            )
             logger.warning("%s", error)
             self._membership.fence(holder, str(error))
             self._server_gone(holder, "was replaced", error)
@@ -225,8 +220,9 @@ class Coordinator:
         """Raises unless ``lease_id`` is the lease of server ``server_id``."""
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.server_id != server_id:
-            raise WrongTokenError(
-                f"a call about server {server_id!r} came with the lease of {member.server_id}"
+            raise RefusedError(
+                Reason.WRONG_TOKEN,
+                f"a call about server {server_id!r} came with the lease of {member.server_id}",
             )
 
     def deregister(self, lease_id: str) -> None:
@@ -259,16 +255,20 @@ class Coordinator:
         """
         job = self._jobs.get(job_id)
         if token is None:
-            raise MissingTokenError(
+            raise RefusedError(
+                Reason.MISSING_TOKEN,
                 f"the call is about job {job_id} and carries no token; send the one that OpenJob "
-                "gave"
+                "gave",
             )
         rank = rank_of_token(job.key, token)
         if rank is None or owner != job.owner:
-            raise WrongTokenError(f"the token that came is none of {owner!r} for job {job_id}")
+            raise RefusedError(
+                Reason.WRONG_TOKEN, f"the token that came is none of {owner!r} for job {job_id}"
+            )
         if job.leases.rank_of(lease_id) not in (None, rank):
-            raise WrongTokenError(
-                f"the token of rank {rank} of job {job_id} came with another rank's lease"
+            raise RefusedError(
+                Reason.WRONG_TOKEN,
+                f"the token of rank {rank} of job {job_id} came with another rank's lease",
             )
 
     def renew_rank(
@@ -464,8 +464,9 @@ class Coordinator:
             logger.warning("server %s lost its lease", member.server_id)
             self._metrics.lease_expired("server")
             self._metrics.failure_detected("lease_expired")
-            why = FencedError(
-                f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
+            why = RefusedError(
+                Reason.FENCED,
+                f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s",
             )
             self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
@@ -524,7 +525,9 @@ class Coordinator:
     async def shut_down(self) -> None:
         """Ends every stream and stops planning; jobs are not closed, members may find a successor
         of this process."""
-        self._streams.end_all(ShuttingDownError("the control plane is shutting down"))
+        self._streams.end_all(
+            RefusedError(Reason.SHUTTING_DOWN, "the control plane is shutting down")
+        )
         await self._planner.shut_down()
 
     def _plan(self, job: Job, ready: ReadyStep) -> None:
@@ -591,7 +594,7 @@ class Coordinator:
         try:
             more = job.more_bytes(record.step, publication.plan_bytes)
             self._jobs.make_room(job.owner, more)
-        except QuotaError as error:
+        except RefusedError as error:
             self._fail(job, record.step, str(error))
             return
         job.keeps(record.step, more)
@@ -628,13 +631,14 @@ class Coordinator:
                 self._plan(job, outcome)
         self._recoveries.advance(job)
 
-    def _fence(self, member: Member) -> FencedError:
+    def _fence(self, member: Member) -> RefusedError:
         """Take the lease of a server that lives and does no work; returns the error for it."""
         load = member.load
-        error = FencedError(
+        error = RefusedError(
+            Reason.FENCED,
             f"server {member.server_id} has had {load.queued_tasks} tasks ready and has finished "
             f"none for {load.oldest_ready_seconds:.1f} s, and its lease was taken away; it may "
-            "register again"
+            "register again",
         )
         logger.warning("%s", error)
         self._membership.fence(member, str(error))

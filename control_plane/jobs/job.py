@@ -11,13 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from control_plane.errors import (
-    AlreadyExistsError,
-    BacklogError,
-    InvalidRequestError,
-    SpecMismatchError,
-    UnknownStepError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
@@ -35,6 +29,7 @@ from control_plane.jobs.step import (
 from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
 from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
+from distca.contract.rpc_errors import Reason
 
 SEGMENT_BYTES = 512
 """The bytes of a segment of a manifest, with the plan and the slices that it becomes; a test
@@ -126,8 +121,7 @@ class Job:
             replace: it ends this job rather than be refused.
 
         Raises:
-            SpecMismatchError: the job has another spec.
-            AlreadyExistsError: the rank has joined it.
+            RefusedError: the job has another spec, or the rank has joined it.
         """
         if rank in self.leases.left:
             return False
@@ -137,7 +131,7 @@ class Job:
             raise self._mismatch(rank, spec)
         why = None if differs else self.leases.why_taken(rank)
         if why is not None and not is_over and not replace:
-            raise AlreadyExistsError(f"{why}, and lives")
+            raise RefusedError(Reason.ALREADY_EXISTS, f"{why}, and lives")
         return not (is_over or differs or why)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()) -> None:
@@ -212,11 +206,12 @@ class Job:
                 raise self._differs(manifest)
             return
         if manifest.step not in self._pending and len(self._pending) >= self._max_pending_steps:
-            raise BacklogError(
+            raise RefusedError(
+                Reason.BACKLOG,
                 f"step {manifest.step} of rank {rank}: {len(self._pending)} steps of job "
                 f"{self.job_id} wait for manifests already, the first, {min(self._pending)}, for "
                 f"ranks {self._pending[min(self._pending)].missing(self.spec.n_ranks)}; submit "
-                "fewer steps ahead"
+                "fewer steps ahead",
             )
         pending.manifests[rank] = manifest
         pending.forward_only[rank] = forward_only
@@ -285,9 +280,10 @@ class Job:
         """A recent step with its plan."""
         if step not in self._planned:
             kept = f"{min(self._planned)} to {max(self._planned)}" if self._planned else "none"
-            raise UnknownStepError(
+            raise RefusedError(
+                Reason.UNKNOWN_STEP,
                 f"step {step} of job {self.job_id} has no plan, or it is forgotten; the last "
-                f"{self._retained_steps} are kept, now: {kept}"
+                f"{self._retained_steps} are kept, now: {kept}",
             )
         return self._planned[step]
 
@@ -316,9 +312,10 @@ class Job:
         if step > self._finished_step:
             given_up = self._given_up.setdefault(rank, {})
             if step not in given_up and len(given_up) >= self._max_pending_steps:
-                raise BacklogError(
+                raise RefusedError(
+                    Reason.BACKLOG,
                     f"rank {rank} gives up step {step} of job {self.job_id}, and has given up "
-                    f"{len(given_up)} others that are unfinished; close the job"
+                    f"{len(given_up)} others that are unfinished; close the job",
                 )
             given_up[step] = reason
             self._last_reported[rank] = max(self._last_reported[rank], step)
@@ -551,12 +548,13 @@ class Job:
         """Return whether ranks are still to join for the first time."""
         return not self.is_resumed and self.leases.gather
 
-    def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
+    def _mismatch(self, rank: int, spec: JobSpec) -> RefusedError:
         named = spec.transport != self.spec.transport
-        return SpecMismatchError(
+        return RefusedError(
+            Reason.SPEC_MISMATCH,
             f"rank {rank} opens job {self.job_id} with {self.spec.differences(spec)}; all ranks "
             "must give the same spec"
-            + (" (give all the same --transport by name)" if named else "")
+            + (" (give all the same --transport by name)" if named else ""),
         )
 
     def _forget(self, step: int) -> None:

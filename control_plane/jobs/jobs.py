@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from control_plane.errors import (
-    QuotaError,
-    SpecMismatchError,
-    UnknownJobError,
-)
+from control_plane.errors import RefusedError
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import MAX_RANKS, JobSpec
+from distca.contract.rpc_errors import Reason
 
 REMEMBERED_CLOSED_JOBS = 256
 
@@ -43,15 +40,17 @@ class Jobs:
         who = owner or "without certificates all"
         jobs = self._of(owner)
         if len(jobs) >= self._max_jobs:
-            raise QuotaError(
+            raise RefusedError(
+                Reason.QUOTA,
                 f"{who} runs {len(jobs)} jobs, as many as one identity may "
-                f"(max_jobs_per_identity); {spec.name} can be opened when one of them ends"
+                f"(max_jobs_per_identity); {spec.name} can be opened when one of them ends",
             )
         n_ranks = sum(job.spec.n_ranks for job in jobs)
         if n_ranks + spec.n_ranks > self._max_ranks:
-            raise QuotaError(
+            raise RefusedError(
+                Reason.QUOTA,
                 f"{who} runs jobs of {n_ranks} ranks, and {spec.name} has {spec.n_ranks} more; one "
-                f"identity may have {self._max_ranks} (max_ranks_per_identity)"
+                f"identity may have {self._max_ranks} (max_ranks_per_identity)",
             )
 
     def make_room(self, owner: str, nbytes: int) -> None:
@@ -59,14 +58,15 @@ class Jobs:
         which are kept for late readers alone, are forgotten for it.
 
         Raises:
-            QuotaError: those of unfinished steps are too many.
+            RefusedError: those of unfinished steps are too many.
         """
         while (kept := self.manifest_bytes(owner)) + nbytes > self._max_manifest_bytes:
             if not any(job.forget_finished() for job in self._of(owner)):
-                raise QuotaError(
+                raise RefusedError(
+                    Reason.QUOTA,
                     f"manifests of {owner!r} come to {kept} bytes, and {nbytes} more came; valid "
                     f"are {self._max_manifest_bytes} (max_manifest_bytes_per_identity): submit "
-                    "fewer steps ahead"
+                    "fewer steps ahead",
                 )
 
     def manifest_bytes(self, owner: str) -> int:
@@ -115,8 +115,8 @@ class Jobs:
         if job is None:
             if job_id in self._closed:
                 reason = self._closed[job_id] or "every rank has finished"
-                raise UnknownJobError(f"job {job_id} is closed: {reason}")
-            raise UnknownJobError(f"there is no job {job_id!r}")
+                raise RefusedError(Reason.UNKNOWN_JOB, f"job {job_id} is closed: {reason}")
+            raise RefusedError(Reason.UNKNOWN_JOB, f"there is no job {job_id!r}")
         return job
 
     def named(self, name: str) -> Job | None:
@@ -131,9 +131,10 @@ class Jobs:
         if job is not None:
             differences = job.spec.differences(spec)
             if differences:
-                raise SpecMismatchError(
+                raise RefusedError(
+                    Reason.SPEC_MISMATCH,
                     f"a rank comes back to job {job_id} with {differences}; all ranks must give "
-                    "the same spec"
+                    "the same spec",
                 )
             return job
         return None

@@ -12,16 +12,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from control_plane.errors import (
-    AlreadyExistsError,
-    FencedError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    UnknownServerError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from core_attention.cost_model import CostProfile
 from distca.contract.addresses import split_address
 from distca.contract.identity import check_name
+from distca.contract.rpc_errors import Reason
 from distca.process.plain_text import plain
 
 REMEMBERED_LEASES = 1024
@@ -202,9 +197,10 @@ class Membership:
         """Raises unless ``server_id`` is free."""
         holder = self._by_id.get(server_id)
         if holder is not None:
-            raise AlreadyExistsError(
+            raise RefusedError(
+                Reason.ALREADY_EXISTS,
                 f"server_id {server_id!r} is that of the server at "
-                f"{holder.description.data_address} on {holder.description.host}, which lives"
+                f"{holder.description.data_address} on {holder.description.host}, which lives",
             )
 
     def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
@@ -246,20 +242,21 @@ class Membership:
         """The server that holds ``lease_id``."""
         member = self._by_lease.get(lease_id)
         if lease_id in self._taken:
-            raise FencedError(self._taken[lease_id])
+            raise RefusedError(Reason.FENCED, self._taken[lease_id])
         if member is None:
-            raise LeaseExpiredError(
-                "no server holds the lease that came; the control plane may have started again"
+            raise RefusedError(
+                Reason.LEASE_EXPIRED,
+                "no server holds the lease that came; the control plane may have started again",
             )
         if self._expired(member, now):
-            raise FencedError(self._why_expired(member))
+            raise RefusedError(Reason.FENCED, self._why_expired(member))
         return member
 
     def drain(self, server_id: str) -> Member:
         """Stops giving new work to a server."""
         member = self._by_id.get(server_id)
         if member is None:
-            raise UnknownServerError(f"no server has the id {server_id!r}")
+            raise RefusedError(Reason.UNKNOWN_SERVER, f"no server has the id {server_id!r}")
         member.draining = True
         return member
 

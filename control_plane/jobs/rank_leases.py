@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
+from control_plane.errors import InvalidRequestError, RefusedError
+from distca.contract.rpc_errors import Reason
 
 _SAME_TIME_SECONDS = 5.0
 """A server's loss that is older has another cause than the stream's."""
@@ -116,15 +117,16 @@ class RankLeases:
         """A rank joins."""
         why = self.why_taken(rank)
         if why is not None:
-            raise AlreadyExistsError(why)
+            raise RefusedError(Reason.ALREADY_EXISTS, why)
         self._give(rank, host, lease_id, now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank comes back, under a new lease."""
         self._check_rank(rank)
         if rank in self.left:
-            raise AlreadyExistsError(
-                f"{self._why_left(rank)}; wait until it is closed, or use another name"
+            raise RefusedError(
+                Reason.ALREADY_EXISTS,
+                f"{self._why_left(rank)}; wait until it is closed, or use another name",
             )
         self.absent.discard(rank)
         self._give(rank, host, lease_id, now)
@@ -138,9 +140,10 @@ class RankLeases:
         """The rank that holds ``lease_id``."""
         lease = self._by_id.get(lease_id)
         if lease is None or self._expired(lease, now):
-            raise LeaseExpiredError(
+            raise RefusedError(
+                Reason.LEASE_EXPIRED,
                 f"no rank of job {self._job_id} holds the lease that came; it expired after "
-                f"{self._lease_seconds:g} s without renewal, or the rank has left"
+                f"{self._lease_seconds:g} s without renewal, or the rank has left",
             )
         return lease
 

@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from control_plane.errors import BacklogError, RefusedError, ReplacedError
+from control_plane.errors import RefusedError
+from distca.contract.rpc_errors import Reason
 from distca.v1 import jobs_pb2
 
 Key = TypeVar("Key", bound=Hashable)
@@ -46,8 +47,9 @@ class Subscription:
         if len(self._queue) >= self._limit:
             self._queue.clear()
             self.end(
-                BacklogError(
-                    f"dropped: {self._limit} events wait and the reader takes none; watch again"
+                RefusedError(
+                    Reason.BACKLOG,
+                    f"dropped: {self._limit} events wait and the reader takes none; watch again",
                 )
             )
             return False
@@ -58,7 +60,7 @@ class Subscription:
     def replace(self) -> None:
         """End the stream for a newer one, which begins with all that the member needs."""
         self._queue.clear()
-        self.end(ReplacedError("a newer stream of the same lease took over"))
+        self.end(RefusedError(Reason.REPLACED, "a newer stream of the same lease took over"))
 
     def end(self, error: RefusedError | None = None) -> None:
         """Ends the stream, with ``error`` if given, after what is queued."""
@@ -94,9 +96,10 @@ class Subscriptions(Generic[Key]):
     def open(self, key: Key, first: Sequence[Event]) -> Subscription:
         """A subscription of ``key`` that begins with the events ``first``."""
         if self._n_streams[key] >= MAX_STREAMS_OF_MEMBER:
-            raise BacklogError(
+            raise RefusedError(
+                Reason.BACKLOG,
                 f"{MAX_STREAMS_OF_MEMBER} streams of the same lease are open, as many as one may "
-                "have; read them to their end, or close their connections"
+                "have; read them to their end, or close their connections",
             )
         replaced = self._by_key.get(key)
         if replaced is not None:

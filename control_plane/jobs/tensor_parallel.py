@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from control_plane.errors import InvalidRequestError, SpecMismatchError
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.held_documents import held_documents, shown_lengths
 from core_attention.manifest import RankManifest
+from distca.contract.rpc_errors import Reason
 from distca.contract.tensor_parallel import group_fault
 
 Group = tuple[int, ...]
@@ -38,9 +39,10 @@ class TensorParallelGroups:
         for member in group or (rank,):
             known = self._of_rank.get(member, group)
             if known != group:
-                raise SpecMismatchError(
+                raise RefusedError(
+                    Reason.SPEC_MISMATCH,
                     f"rank {rank} gives tensor_parallel_ranks={list(group)}, and rank {member} is "
-                    f"in the group {list(known)}; all ranks of a group must give the same"
+                    f"in the group {list(known)}; all ranks of a group must give the same",
                 )
 
     def add(self, rank: int, group: Group) -> None:

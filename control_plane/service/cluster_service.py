@@ -9,7 +9,7 @@ from functools import partial
 import grpc
 
 from control_plane.access.caller import caller_of
-from control_plane.errors import UnknownStepError
+from control_plane.errors import RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.job import Job
 from control_plane.jobs.requests import spec_to_proto, status_to_proto
@@ -84,7 +84,7 @@ def _last_step(job: Job) -> StepRecord | None:
     """The last step that every rank has finished, if it is still known and was measured."""
     try:
         record = job.step(job.finished_step)
-    except UnknownStepError:
+    except RefusedError:
         return None
     return record if record.ranks else None
 

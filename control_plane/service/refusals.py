@@ -8,15 +8,9 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.errors import (
-    AccessError,
-    RefusedError,
-    ReplacedError,
-    ShuttingDownError,
-    StandbyError,
-)
+from control_plane.errors import RefusedError
 from control_plane.metrics.server_metrics import PREFIX
-from control_plane.service.status import kind_of
+from distca.contract.rpc_errors import Reason
 from distca.metric_table import Label, Table, counter
 
 logger = logging.getLogger(__name__)
@@ -27,8 +21,22 @@ QUIET_SECONDS = 60.0
 MAX_LOGGED = 256
 """Callers and reasons that are logged apart; what comes on top is only counted."""
 
-_NO_REFUSALS = (ReplacedError, ShuttingDownError, StandbyError)
+_NO_REFUSALS = {Reason.REPLACED, Reason.SHUTTING_DOWN, Reason.STANDBY}
 """Streams that end as they should, and calls that belong to another control plane."""
+
+_LOGGED = {
+    Reason.NO_IDENTITY,
+    Reason.EXPIRED_CERTIFICATE,
+    Reason.NO_HANDSHAKE,
+    Reason.WRONG_ROLE,
+    Reason.OTHER_OWNER,
+    Reason.MISSING_TOKEN,
+    Reason.WRONG_TOKEN,
+    Reason.TOO_LARGE,
+    Reason.RATE_LIMITED,
+    Reason.QUOTA,
+}
+"""What is refused because of who asks, or how much."""
 
 
 @dataclass
@@ -68,11 +76,11 @@ class Refusals:
             caller: who it was, for the log.
             error: why.
         """
-        if isinstance(error, _NO_REFUSALS):
+        if error.reason in _NO_REFUSALS:
             return
-        reason = kind_of(error)
+        reason = error.reason.kind
         self._refused.labels(method, reason).inc()
-        if isinstance(error, AccessError):
+        if error.reason in _LOGGED:
             self._log(method, caller, reason, error)
 
     def sweep(self) -> None:
@@ -90,7 +98,7 @@ class Refusals:
                     streak.count,
                 )
 
-    def _log(self, method: str, caller: str, reason: str, error: AccessError) -> None:
+    def _log(self, method: str, caller: str, reason: str, error: RefusedError) -> None:
         key = (method, caller, reason)
         streak = self._streaks.get(key)
         if streak is not None:

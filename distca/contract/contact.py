@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import grpc
 
 from distca.contract import rpc
-from distca.contract.reconnect import is_transient
 from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2_grpc, membership_pb2_grpc
 
@@ -26,17 +25,17 @@ class Contact:
         token: gives the job's token, which goes with every call; none if it is empty.
 
     Attributes:
-        LOST: errors that say that the control plane has started again, or has taken this member for
-            dead: a new contact may do better.
+        LOST: the control plane has started again, or has taken this member for dead: a new contact
+            may do better.
         settings: how it was reached.
         lease_id, lease_seconds: once it gave a lease.
         events: once it is watched.
 
     Raises:
-        distca.contract.rpc.ControlPlaneUnavailable: nobody answers.
+        distca.contract.rpc.RpcError: nobody answers.
     """
 
-    LOST: ClassVar[tuple[type[rpc.RpcError], ...]] = ()
+    LOST: ClassVar[frozenset[rpc.Reason]] = frozenset()
 
     def __init__(self, settings: rpc.RpcSettings, token: Callable[[], bytes] = lambda: b"") -> None:
         self.settings = settings
@@ -74,11 +73,13 @@ class Contact:
         """Makes a call: ``method`` of one of the stubs.
 
         Raises:
-            distca.contract.rpc.RpcError: it failed; Cancelled if the contact has ended.
+            distca.contract.rpc.RpcError: it failed, or the contact has ended.
         """
         with self._lock:
             if self._is_ended:
-                raise rpc.Cancelled("a call", self.address, "the contact has ended")
+                raise rpc.RpcError(
+                    rpc.Reason.CANCELLED, "a call", self.address, "the contact has ended"
+                )
             call = method.future(request, timeout=timeout_seconds)
             self._under_way.add(call)
         try:
@@ -92,7 +93,7 @@ class Contact:
 
     def is_lost_by(self, error: rpc.RpcError) -> bool:
         """Decides whether to find the control plane again and repeat the call."""
-        return is_transient(error) or isinstance(error, self.LOST)
+        return error.reason.is_transient or error.reason in self.LOST
 
     def interrupt(self) -> None:
         """Ends the stream of events; the thread that reads it goes on with what is next."""
@@ -105,7 +106,7 @@ class Contact:
         self._close(cancel=False)
 
     def end(self) -> None:
-        """Ends everything; calls under way raise Cancelled. Idempotent."""
+        """Ends everything; calls under way are cancelled. Idempotent."""
         self._close(cancel=True)
 
     def _close(self, *, cancel: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from distca.contract import rpc
 from distca.contract.contact import Contact
-from distca.contract.reconnect import Addresses, is_transient, reach
+from distca.contract.reconnect import Addresses, reach
 from distca.contract.rotation import Rotation
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,14 @@ class Lifeline(Generic[AnyContact]):
         """The control plane as it is reached now; None while it is away."""
         return self._contact
 
-    def join(self, again: tuple[type[rpc.RpcError], ...]) -> AnyContact:
-        """Makes the first contact; errors ``again`` are worth another attempt."""
+    def join(self) -> AnyContact:
+        """Makes the first contact."""
         contact = reach(
             self._first,
             self._addresses,
             timeout_seconds=self._settings.connect_seconds,
             giving_up=self._finished,
-            again=lambda error: isinstance(error, again),
+            again=lambda reason: reason.is_away or reason is rpc.Reason.RATE_LIMITED,
         )
         self._set(contact)
         return contact
@@ -104,12 +104,15 @@ class Lifeline(Generic[AnyContact]):
         """The contact.
 
         Raises:
-            distca.contract.rpc.ControlPlaneUnavailable: the control plane is away.
+            distca.contract.rpc.RpcError: the control plane is away.
         """
         contact = self._contact
         if contact is None:
-            raise rpc.ControlPlaneUnavailable(
-                "contact", str(self._addresses), "it is away, and looked for"
+            raise rpc.RpcError(
+                rpc.Reason.UNAVAILABLE,
+                "contact",
+                str(self._addresses),
+                "it is away, and looked for",
             )
         return contact
 
@@ -129,7 +132,7 @@ class Lifeline(Generic[AnyContact]):
                 return
             self._contact = None
             self._changed.notify_all()
-        if isinstance(error, rpc.DeadlineExceeded):
+        if isinstance(error, rpc.RpcError) and error.reason is rpc.Reason.DEADLINE_EXCEEDED:
             # It is there and answers nothing: a standby's turn.
             self._addresses.advance()
         if not self._finished.is_set():
@@ -212,9 +215,11 @@ class Lifeline(Generic[AnyContact]):
                 self._addresses,
                 timeout_seconds=self._away_seconds,
                 giving_up=self._finished,
-                again=lambda error: is_transient(error) or type(error) is rpc.RpcError,
+                again=lambda reason: reason.is_transient or reason is rpc.Reason.OTHER,
             )
-        except rpc.ControlPlaneUnavailable as error:
+        except rpc.RpcError as error:
+            if not error.reason.is_away:
+                raise
             if self._finished.is_set():
                 return None
             raise ControlPlaneAway(

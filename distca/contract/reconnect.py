@@ -39,13 +39,6 @@ ATTEMPT_SECONDS = default_seconds("reach_seconds")
 TOLD_AFTER_SECONDS = 5.0
 """After so long a warning says what is waited for."""
 
-_TRANSIENT = (
-    rpc.ControlPlaneUnavailable,
-    rpc.DeadlineExceeded,
-    rpc.Cancelled,
-    rpc.RateLimited,
-)
-
 
 class Addresses:
     """The addresses of a control plane and its standbys.
@@ -74,18 +67,13 @@ class Addresses:
         return ", ".join(settings.address for settings in self._each)
 
 
-def is_transient(error: BaseException) -> bool:
-    """Decides whether a later attempt, here or at another address, may go well."""
-    return isinstance(error, _TRANSIENT)
-
-
 def reach(
     attempt: Callable[[rpc.RpcSettings], Result],
     addresses: Addresses,
     *,
     timeout_seconds: float,
     giving_up: threading.Event,
-    again: Callable[[BaseException], bool] = is_transient,
+    again: Callable[[rpc.Reason], bool] = lambda reason: reason.is_transient,
 ) -> Result:
     """The result of the first ``attempt`` that goes well, at one address after the other.
 
@@ -94,7 +82,7 @@ def reach(
         addresses: where; an attempt that fails moves on to the next.
         timeout_seconds: no attempt begins later than this after the first.
         giving_up: when set, no further attempt is made.
-        again: which errors are worth another attempt.
+        again: which failures are worth another attempt.
 
     Raises:
         RpcError: of the last attempt.
@@ -126,7 +114,9 @@ def reach(
         stop=stop_after_delay(timeout_seconds) | stop_when_event_set(giving_up),
         # Not by the process's generator, which is the training loop's.
         wait=lambda state: SystemRandom().uniform(0.0, longest_wait(state)),
-        retry=retry_if_exception(again),
+        retry=retry_if_exception(
+            lambda error: isinstance(error, rpc.RpcError) and again(error.reason)
+        ),
         sleep=sleep_using_event(giving_up),
         before_sleep=tell,
         reraise=True,

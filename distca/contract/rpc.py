@@ -1,8 +1,8 @@
 """The client's side of gRPC: how trainers, nodes and the command line reach the control plane.
 
 :func:`open_channel` gives a channel on which every unary call has a deadline and every failure is
-one of :mod:`distca.contract.rpc_errors`, which name the method, the address and what to do; no
-caller handles ``grpc.RpcError``. The server's matching options stand here too, so that both sides
+a :class:`RpcError`, which names the method, the address and what to do; no caller handles
+``grpc.RpcError``. The server's matching options stand here too, so that both sides
 agree on keepalive: a server answers pings it does not permit by closing the connection (GOAWAY,
 too_many_pings).
 """
@@ -19,29 +19,7 @@ import grpc
 
 from distca.contract.addresses import split_addresses
 from distca.contract.checks import check_least, check_seconds
-from distca.contract.rpc_errors import (
-    ERROR_KIND_KEY,
-    RETRY_AFTER_KEY,
-    AlreadyExists,
-    Cancelled,
-    ControlPlaneUnavailable,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Fenced,
-    InvalidRequest,
-    LeaseExpired,
-    NotFound,
-    PermissionDenied,
-    RateLimited,
-    ResourceExhausted,
-    RpcError,
-    Unauthenticated,
-    UnknownJob,
-    UnknownServer,
-    UnknownStep,
-    WrongToken,
-    named_error,
-)
+from distca.contract.rpc_errors import Reason, RpcError, named_error
 from distca.contract.settings import DEFAULT_MAX_MESSAGE_BYTES, ClientTls
 from distca.contract.timeouts import default_seconds
 from distca.contract.tls import CertificateFiles, Certificates
@@ -49,29 +27,11 @@ from distca.contract.tokens import JOB_TOKEN_KEY
 
 __all__ = [
     "DEFAULT_MAX_MESSAGE_BYTES",
-    "ERROR_KIND_KEY",
     "MIN_KEEPALIVE_SECONDS",
-    "RETRY_AFTER_KEY",
-    "AlreadyExists",
-    "Cancelled",
-    "ControlPlaneUnavailable",
-    "DeadlineExceeded",
     "EventStream",
-    "FailedPrecondition",
-    "Fenced",
-    "InvalidRequest",
-    "LeaseExpired",
-    "NotFound",
-    "PermissionDenied",
-    "RateLimited",
-    "ResourceExhausted",
+    "Reason",
     "RpcError",
     "RpcSettings",
-    "Unauthenticated",
-    "UnknownJob",
-    "UnknownServer",
-    "UnknownStep",
-    "WrongToken",
     "named_error",
     "open_channel",
     "server_options",
@@ -154,7 +114,7 @@ class RpcSettings(ClientTls):
 def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b"") -> grpc.Channel:
     """A channel to the control plane; it connects on first use, and again after a failure.
 
-    Calls raise :class:`RpcError` and its subclasses only. Unary calls without a timeout get
+    Calls raise :class:`RpcError` only. Unary calls without a timeout get
     ``settings.call_seconds``; streams have none, their keepalive pings notice a dead peer.
 
     Args:
@@ -179,15 +139,14 @@ def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
     """Waits until ``channel`` has a connection.
 
     Raises:
-        ControlPlaneUnavailable: there is none after ``settings.connect_seconds``.
+        RpcError: there is none after ``settings.connect_seconds``.
     """
     ready = grpc.channel_ready_future(channel)
     try:
         ready.result(timeout=settings.connect_seconds)
     except grpc.FutureTimeoutError:
-        raise ControlPlaneUnavailable(
-            "connect", settings.address, f"no connection after {settings.connect_seconds:g} s"
-        ) from None
+        why = f"no connection after {settings.connect_seconds:g} s"
+        raise RpcError(Reason.UNAVAILABLE, "connect", settings.address, why) from None
     finally:
         ready.cancel()
 
@@ -305,7 +264,8 @@ class _NamedCall:
         except grpc.RpcError as error:
             raise named_error(error, self._method, self._address) from error
         except grpc.FutureCancelledError as error:
-            raise Cancelled(self._method, self._address, "given up by this side") from error
+            why = "given up by this side"
+            raise RpcError(Reason.CANCELLED, self._method, self._address, why) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -332,7 +292,7 @@ class EventStream:
             raise named_error(error, self._method, self._address) from error
 
     def cancel(self) -> None:
-        """Ends the stream; a blocked iterator raises :class:`Cancelled`."""
+        """Ends the stream; a blocked iterator raises, for it is cancelled."""
         self._call.cancel()
 
 

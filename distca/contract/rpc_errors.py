@@ -1,193 +1,167 @@
-"""Errors of calls to the control plane: one class for each thing that a caller may do about it."""
+"""Failures of calls to the control plane: one error, with a reason that both sides know."""
 
 from __future__ import annotations
 
+from enum import Enum
+
 import grpc
+from grpc import StatusCode
 
 ERROR_KIND_KEY = "distca-error"
-"""Trailing metadata that separates errors of one status; see :data:`_BY_KIND`."""
+"""Trailing metadata with the :attr:`Reason.kind` of a refusal."""
 
 RETRY_AFTER_KEY = "retry-after"
 """Trailing metadata of a call that came too early: when to try again, in seconds."""
+
+_IDENTITY = "show the certificate's identity with 'distca certs show FILE'"
+_ROLES = "use a certificate of the right role; docs/security.md lists what each may do"
+_RUNNING = "is the control plane running there, and do address and TLS files match? Try again"
+_LIMITS = "try again later, or raise the control plane's limits"
+
+
+class Reason(Enum):
+    """The reasons for which a call fails. The first one of a status also stands for what gRPC
+    itself says with it.
+
+    Attributes:
+        kind: separates reasons of one status on the wire, and in metrics.
+        status: that carries it.
+        advice: for people.
+    """
+
+    UNAVAILABLE = "unavailable", StatusCode.UNAVAILABLE, _RUNNING
+    STANDBY = "standby", StatusCode.UNAVAILABLE, _RUNNING
+    SHUTTING_DOWN = "shutting-down", StatusCode.UNAVAILABLE, _RUNNING
+    NO_HANDSHAKE = "no-handshake", StatusCode.UNAVAILABLE, _RUNNING
+    PROCESS_UNAVAILABLE = (
+        "process-unavailable",
+        StatusCode.UNAVAILABLE,
+        "does a process listen there, do the TLS files match, and is its certificate for this host "
+        "or for --tls-server-name? Try again",
+    )
+    DEADLINE_EXCEEDED = (
+        "deadline-exceeded",
+        StatusCode.DEADLINE_EXCEEDED,
+        "the call may have taken effect; try again, or raise the timeout if it is busy",
+    )
+    CANCELLED = (
+        "cancelled",
+        StatusCode.CANCELLED,
+        "nothing to do if this process is shutting down",
+    )
+    UNIMPLEMENTED = (
+        "unimplemented",
+        StatusCode.UNIMPLEMENTED,
+        "check the address: is it a control plane's, of this version of distca?",
+    )
+    INVALID_REQUEST = "invalid-request", StatusCode.INVALID_ARGUMENT, "correct the request"
+    SPEC_MISMATCH = (
+        "spec-mismatch",
+        StatusCode.FAILED_PRECONDITION,
+        "give all ranks of a job the same settings, and every job a name of its own",
+    )
+    ALREADY_EXISTS = (
+        "already-exists",
+        StatusCode.ALREADY_EXISTS,
+        "use another name, or end the process that has this one: --replace does",
+    )
+    NO_IDENTITY = "no-identity", StatusCode.UNAUTHENTICATED, _IDENTITY
+    EXPIRED_CERTIFICATE = "expired-certificate", StatusCode.UNAUTHENTICATED, _IDENTITY
+    MISSING_TOKEN = "missing-token", StatusCode.UNAUTHENTICATED, _IDENTITY
+    WRONG_ROLE = "wrong-role", StatusCode.PERMISSION_DENIED, _ROLES
+    OTHER_OWNER = "other-owner", StatusCode.PERMISSION_DENIED, _ROLES
+    WRONG_TOKEN = (
+        "wrong-token",
+        StatusCode.PERMISSION_DENIED,
+        "start the job again; for jobs to outlive a restart of the control plane, give it "
+        "--state-dir or --token-secret",
+    )
+    TOO_LARGE = (
+        "too-large",
+        StatusCode.RESOURCE_EXHAUSTED,
+        "send less, or raise max_message_bytes on both sides",
+    )
+    BACKLOG = "backlog", StatusCode.RESOURCE_EXHAUSTED, "watch again if the reader fell behind"
+    QUOTA = "quota", StatusCode.RESOURCE_EXHAUSTED, _LIMITS
+    RATE_LIMITED = "rate-limited", StatusCode.RESOURCE_EXHAUSTED, _LIMITS
+    NOT_FOUND = "not-found", StatusCode.NOT_FOUND, "check the name"
+    UNKNOWN_JOB = (
+        "unknown-job",
+        StatusCode.NOT_FOUND,
+        "open the job again; the reason above says why it was closed, if it was",
+    )
+    UNKNOWN_SERVER = "unknown-server", StatusCode.NOT_FOUND, "list the servers that there are"
+    UNKNOWN_STEP = (
+        "unknown-step",
+        StatusCode.NOT_FOUND,
+        "ask for a recent step that has been planned",
+    )
+    LEASE_EXPIRED = "lease-expired", StatusCode.NOT_FOUND, "register again"
+    FENCED = "fenced", StatusCode.NOT_FOUND, "see the server's log, and register again"
+    REPLACED = "replaced", StatusCode.ABORTED, "watch again"
+    OTHER = "other", StatusCode.UNKNOWN, "see the control plane's log"
+
+    def __init__(self, kind: str, status: StatusCode, advice: str) -> None:
+        self.kind = kind
+        self.status = status
+        self.advice = advice
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether no control plane that leads answers there."""
+        return self.status is StatusCode.UNAVAILABLE
+
+    @property
+    def is_transient(self) -> bool:
+        """Return whether a later attempt, here or at another address, may go well."""
+        passing = (Reason.RATE_LIMITED, Reason.DEADLINE_EXCEEDED, Reason.CANCELLED)
+        return self.is_away or self in passing
+
+
+_BY_KIND = {reason.kind: reason for reason in Reason}
+_BY_STATUS = {reason.status: reason for reason in reversed(Reason)}
 
 
 class RpcError(Exception):
     """A call to the control plane failed.
 
     Attributes:
+        reason: what a caller may decide by.
         method: name of the call, for example ``"OpenJob"``.
         address: ``host:port`` of the control plane.
         details: what the control plane, or gRPC, said.
+        retry_after_seconds: when the control plane admits the call, if it came too early.
     """
 
-    advice = "see the control plane's log"
-
-    def __init__(self, method: str, address: str, details: str) -> None:
-        super().__init__(f"{method} at {address}: {details.rstrip('.')}; {self.advice}")
+    def __init__(
+        self,
+        reason: Reason,
+        method: str,
+        address: str,
+        details: str,
+        *,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(f"{method} at {address}: {details.rstrip('.')}; {reason.advice}")
+        self.reason = reason
         self.method = method
         self.address = address
         self.details = details
-
-
-class ControlPlaneUnavailable(RpcError):
-    """No control plane answers at the address, or it is shutting down."""
-
-    advice = "is the control plane running there, and do address and TLS files match? Try again"
-
-
-class ProcessUnavailable(ControlPlaneUnavailable):
-    """The same of any process that answers for its health."""
-
-    advice = (
-        "does a process listen there, do the TLS files match, and is its certificate for this host "
-        "or for --tls-server-name? Try again"
-    )
-
-
-class DeadlineExceeded(RpcError):
-    """The control plane did not answer in time."""
-
-    advice = "the call may have taken effect; try again, or raise the timeout if it is busy"
-
-
-class InvalidRequest(RpcError):
-    """A field of the request is missing or wrong."""
-
-    advice = "correct the request"
-
-
-class FailedPrecondition(RpcError):
-    """The request contradicts what others agreed on, such as a job's spec."""
-
-    advice = "give all ranks of a job the same settings, and every job a name of its own"
-
-
-class AlreadyExists(RpcError):
-    """Another live server has the id, or a live job the name."""
-
-    advice = "use another name, or end the process that has this one: --replace does"
-
-
-class Unauthenticated(RpcError):
-    """The certificate says nothing of use, or a job's token is missing."""
-
-    advice = "show the certificate's identity with 'distca certs show FILE'"
-
-
-class PermissionDenied(RpcError):
-    """The certificate's role may not do this, or the job is another tenant's."""
-
-    advice = "use a certificate of the right role; docs/security.md lists what each may do"
-
-
-class WrongToken(PermissionDenied):
-    """The token is another job's, or of a control plane that had another token secret."""
-
-    advice = (
-        "start the job again; for jobs to outlive a restart of the control plane, give it "
-        "--state-dir or --token-secret"
-    )
-
-
-class Unimplemented(RpcError):
-    """The other side speaks gRPC and does not know the method."""
-
-    advice = "check the address: is it a control plane's, of this version of distca?"
-
-
-class ResourceExhausted(RpcError):
-    """A message is larger than allowed, or a stream was dropped because its reader fell behind."""
-
-    advice = "watch again if the reader fell behind; raise max_message_bytes on both sides if not"
-
-
-class RateLimited(ResourceExhausted):
-    """Too many members were registered in a short time.
-
-    Attributes:
-        retry_after_seconds: when the control plane admits the call.
-    """
-
-    advice = "try again after that time, or raise the control plane's registration limits"
-    retry_after_seconds = 1.0
-
-
-class Cancelled(RpcError):
-    """The call was cancelled, usually by this side's own shutdown."""
-
-    advice = "nothing to do if this process is shutting down"
-
-
-class NotFound(RpcError):
-    """The request names something that does not exist."""
-
-    advice = "check the name"
-
-
-class UnknownJob(NotFound):
-    """No open job has the id."""
-
-    advice = "open the job again; the reason above says why it was closed, if it was"
-
-
-class UnknownServer(NotFound):
-    """No server with a lease has the id."""
-
-    advice = "list the servers that there are"
-
-
-class UnknownStep(NotFound):
-    """The step has no plan yet, or its plan is forgotten."""
-
-    advice = "ask for a recent step that has been planned"
-
-
-class LeaseExpired(NotFound):
-    """The lease expired, or the control plane has restarted since."""
-
-    advice = "register again"
-
-
-class Fenced(LeaseExpired):
-    """The control plane took the lease away, because the server finished no work."""
-
-    advice = "see the server's log, and register again"
-
-
-_BY_KIND: dict[str, type[RpcError]] = {
-    "unknown-job": UnknownJob,
-    "unknown-server": UnknownServer,
-    "unknown-step": UnknownStep,
-    "lease-expired": LeaseExpired,
-    "fenced": Fenced,
-    "rate-limited": RateLimited,
-    "wrong-token": WrongToken,
-}
-
-_BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {
-    grpc.StatusCode.UNAVAILABLE: ControlPlaneUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
-}
+        self.retry_after_seconds = retry_after_seconds
 
 
 def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
-    """The one of this module's errors that ``error`` stands for."""
+    """The failure that ``error`` of gRPC stands for."""
     status = error.code()
-    kind: type[RpcError] = _BY_STATUS.get(status, RpcError)
     metadata = dict(error.trailing_metadata() or ())
-    specific = _BY_KIND.get(metadata.get(ERROR_KIND_KEY, ""), kind)
-    if issubclass(specific, kind):
-        kind = specific
-    named = kind(method, address, error.details() or status.name)
-    if isinstance(named, RateLimited):
-        named.retry_after_seconds = float(metadata.get(RETRY_AFTER_KEY, named.retry_after_seconds))
-    return named
+    reason = _BY_KIND.get(metadata.get(ERROR_KIND_KEY, ""))
+    if reason is None or reason.status is not status:
+        reason = _BY_STATUS.get(status, Reason.OTHER)
+    seconds = metadata.get(RETRY_AFTER_KEY)
+    return RpcError(
+        reason,
+        method,
+        address,
+        error.details() or status.name,
+        retry_after_seconds=None if seconds is None else float(seconds),
+    )

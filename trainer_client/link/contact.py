@@ -21,7 +21,7 @@ class RankContact(Contact):
         timeouts: of the control plane, by their names in ``distca.contract.timeouts``.
     """
 
-    LOST = (rpc.LeaseExpired, rpc.UnknownJob)
+    LOST = frozenset({rpc.Reason.LEASE_EXPIRED, rpc.Reason.FENCED, rpc.Reason.UNKNOWN_JOB})
 
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})

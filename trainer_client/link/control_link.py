@@ -163,21 +163,23 @@ class ControlLink:
             listener: receives what comes.
 
         Raises:
-            distca.contract.rpc.AlreadyExists: a job has the name that lives, or that has not
-                ended in time.
-            distca.contract.rpc.RpcError: the control plane cannot be reached or refuses.
+            distca.contract.rpc.RpcError: the control plane cannot be reached or refuses; a job has
+                the name that lives, or that has not ended in time (ALREADY_EXISTS).
         """
         self._request.CopyFrom(request)
         self._listener = listener
-        self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
+        self._lifeline.join()
         self._lifeline.start(renewing="distca-lease")
         self._outbox.start()
         deadline = time.monotonic() + self._settings.connect_seconds
         while not self._opened.wait(0.1):
             self.check()
             if time.monotonic() > deadline:
-                raise rpc.DeadlineExceeded(
-                    "WatchRank", self._settings.address, "the job's description did not come"
+                raise rpc.RpcError(
+                    rpc.Reason.DEADLINE_EXCEEDED,
+                    "WatchRank",
+                    self._settings.address,
+                    "the job's description did not come",
                 )
 
     def submit(self, step: int, handed_in: HandedInStep) -> None:
@@ -307,7 +309,9 @@ class ControlLink:
         try:
             try:
                 contact.keep(self.job_id, lease_id)
-            except RankContact.LOST:
+            except rpc.RpcError as error:
+                if error.reason not in RankContact.LOST:
+                    raise
                 self._resume(contact)
             contact.watch()
         except BaseException:

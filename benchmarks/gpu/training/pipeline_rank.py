@@ -44,7 +44,7 @@ from core_attention.plan import SlotForecast
 from distca.apps.report.measurements import StepMeasurements
 from distca.apps.train.layers import checkpoint_layers, compile_layers
 from distca.apps.train.ranks import sum_over_ranks
-from distca.contract.rpc import UnknownStep
+from distca.contract.rpc import Reason, RpcError
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -440,8 +440,9 @@ class PipelineWay:
             try:
                 session.fetch_step(len(self._steps) - 1)
                 break
-            except UnknownStep:
-                if time.monotonic() > deadline:
+            except RpcError as error:
+                late = time.monotonic() > deadline
+                if late or error.reason is not Reason.UNKNOWN_STEP:
                     raise
             time.sleep(0.1)
         dist.barrier()

@@ -68,12 +68,13 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
 @contextmanager
 def _about_any_process() -> Iterator[None]:
     """Turns an error about a control plane that is away into one about a process."""
-    from distca.contract.rpc_errors import ControlPlaneUnavailable, ProcessUnavailable
+    from distca.contract.rpc_errors import Reason, RpcError
 
     try:
         yield
-    except ControlPlaneUnavailable as error:
-        if type(error) is not ControlPlaneUnavailable:
-            # It says more than that.
+    except RpcError as error:
+        if error.reason is not Reason.UNAVAILABLE:
             raise
-        raise ProcessUnavailable(error.method, error.address, error.details) from error
+        raise RpcError(
+            Reason.PROCESS_UNAVAILABLE, error.method, error.address, error.details
+        ) from error

@@ -17,7 +17,7 @@ from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.top.snapshot import Snapshot
 from distca.contract.addresses import split_address
 from distca.contract.rpc import RpcSettings
-from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError, Unimplemented
+from distca.contract.rpc_errors import Reason, RpcError
 
 _CLOCK_WARN_SECONDS = 1.0
 _CLOCK_FAIL_SECONDS = 60.0
@@ -81,11 +81,9 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
         return
     try:
         answer = around.cluster.answer()
-    except ControlPlaneUnavailable as error:
-        yield _unavailable(around.cluster.settings, error)
-        return
     except RpcError as error:
-        yield _refused(error)
+        away = error.reason.is_away
+        yield _unavailable(around.cluster.settings, error) if away else _refused(error)
         return
     except (OSError, ValueError) as error:
         yield failed("control-plane", str(error), "see the control plane's log")
@@ -104,7 +102,7 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
     )
 
 
-def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> CheckFinding:
+def _unavailable(settings: RpcSettings, error: RpcError) -> CheckFinding:
     """Tries what is there instead."""
     found = try_control_plane(settings)
     says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
@@ -113,7 +111,7 @@ def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> Check
 
 
 def _refused(error: RpcError) -> CheckFinding:
-    if isinstance(error, Unimplemented):
+    if error.reason is Reason.UNIMPLEMENTED:
         return failed(
             "control-plane",
             f"{error.address} speaks gRPC and is no control plane",

@@ -11,7 +11,7 @@ import grpc
 from data_plane.transport import TransportName
 from distca.apps.top.snapshot import Snapshot, snapshot_from
 from distca.contract.rpc import RpcSettings, open_channel, wait_until_ready
-from distca.contract.rpc_errors import PermissionDenied, RpcError
+from distca.contract.rpc_errors import RpcError
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 
@@ -80,7 +80,8 @@ class ClusterProbe:
             # The first call does what is done once for a connection; the second one is timed.
             try:
                 stub.DescribeCluster(request)
-            except PermissionDenied:
+            except RpcError as error:
+                _only_if_not_permitted(error)
                 return ClusterAnswer(transports=_pool_transports(channel))
             began = time.perf_counter()
             answer = stub.DescribeCluster(request)
@@ -101,9 +102,15 @@ def _pool_transports(channel: grpc.Channel) -> frozenset[TransportName]:
     """The pool's transports, which a trainer may know though it may not see the cluster."""
     try:
         answer = jobs_pb2_grpc.JobsStub(channel).DescribePool(jobs_pb2.DescribePoolRequest())
-    except PermissionDenied:
+    except RpcError as error:
+        _only_if_not_permitted(error)
         return frozenset()
     return _known(answer.transports)
+
+
+def _only_if_not_permitted(error: RpcError) -> None:
+    if error.reason.status is not grpc.StatusCode.PERMISSION_DENIED:
+        raise error
 
 
 def _known(names: Iterable[str]) -> frozenset[TransportName]:

@@ -19,6 +19,7 @@ from core_attention.manifest import RankManifest
 from distca.contract import rpc
 from tests import ROOT
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
+from tests.support.errors import fails
 from tests.support.team import Team
 from trainer_client import Session
 
@@ -124,7 +125,7 @@ def log_of(running: Cluster, name: str) -> str:
 
 def test_job_that_lives_keeps_its_name_and_says_where_it_runs(running: Cluster) -> None:
     with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
-        with pytest.raises(rpc.AlreadyExists) as caught:
+        with fails(rpc.Reason.ALREADY_EXISTS) as caught:
             Session.open(replace(team.sessions[0].options, data_port=0))
         assert team.sessions[0].job_id in str(caught.value)
         assert gethostname() in str(caught.value)

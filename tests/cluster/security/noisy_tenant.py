@@ -47,7 +47,7 @@ def submit_all(client: Client, jobs: list[tuple[str, str]], first: int) -> tuple
                 manifest = RankManifest.from_columns(step, 0, N_NANO_BATCHES, columns)
                 client.submit(job, lease, manifest)
                 break
-            except (WireError, rpc.InvalidRequest, rpc.ResourceExhausted):
+            except (WireError, rpc.RpcError):
                 if taken or n == 1:
                     return taken, n
                 n //= 2

@@ -36,7 +36,7 @@ def test_a_job_trains_on_through_a_restart_while_a_thief_asks_for_its_name(
                             thief.open(0, job_spec(name, n_ranks=1))
                             outcomes["stolen"] += 1
                         except rpc.RpcError as error:
-                            outcomes[type(error).__name__] += 1
+                            outcomes[error.reason.kind] += 1
 
             stealing = threading.Thread(target=steal)
             stealing.start()
@@ -48,6 +48,6 @@ def test_a_job_trains_on_through_a_restart_while_a_thief_asks_for_its_name(
                 over.set()
                 stealing.join(20.0)
             assert not stealing.is_alive()
-            assert outcomes["PermissionDenied"]
+            assert outcomes["other-owner"]
     finally:
         cluster.close()

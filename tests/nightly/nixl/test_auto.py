@@ -19,6 +19,7 @@ from distca.apps.doctor.transport_checks import check_transport
 from distca.contract import rpc
 from tests.service.trainer_client.test_parity import make_shape, spanning
 from tests.support.cluster import cluster
+from tests.support.errors import fails
 from tests.support.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
 from tests.support.team import Team
 
@@ -36,7 +37,7 @@ def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -
     with cluster(tmp_path, 0) as pool:
         pool.start_nodes(["node-0"], transport="ucxx")
         began = time.monotonic()
-        with pytest.raises(rpc.FailedPrecondition) as caught:
+        with fails(rpc.Reason.SPEC_MISMATCH) as caught:
             Team(pool, 1, make_shape(), placement="pool", transport="nixl")
         assert time.monotonic() - began < 20.0
         assert "--transport=ucxx" in str(caught.value)

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import pytest
-
 from attention_node.announced_jobs import PATIENCE_SECONDS, AnnouncedJobs
 from attention_node.pool_link import PoolLink, PoolLinkLost
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
+from tests.support.errors import fails
 from tests.support.service_harness import (
     client_of,
     job_spec,
@@ -155,7 +154,7 @@ def test_a_name_of_a_server_that_lives_is_refused_unless_it_is_replaced() -> Non
     with running() as control_plane, node_of(control_plane.address) as first:
         eventually(lambda: control_plane.coordinator.servers()[0][0].is_watching)
         other = Node(control_plane.address)
-        with pytest.raises(rpc.AlreadyExists):
+        with fails(rpc.Reason.ALREADY_EXISTS):
             other.membership.join()
         other.membership.leave()
         with node_of(control_plane.address, replace=True) as second:

@@ -8,8 +8,9 @@ import grpc
 import pytest
 
 from distca import __version__
-from distca.contract.rpc_errors import InvalidRequest
+from distca.contract import rpc
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, membership_pb2
+from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     Watcher,
@@ -58,7 +59,7 @@ def test_a_rate_below_zero_is_refused_by_name() -> None:
     load = membership_pb2.ServerLoad(moved_bytes_per_second=-1)
     with running() as control_plane, client_of(control_plane.address) as client:
         lease = client.register("s1")
-        with pytest.raises(InvalidRequest, match="moved_bytes_per_second"):
+        with fails(rpc.Reason.INVALID_REQUEST, match="moved_bytes_per_second"):
             client.membership.Heartbeat(membership_pb2.HeartbeatRequest(lease_id=lease, load=load))
 
 
@@ -162,7 +163,7 @@ def test_an_in_place_server_comes_with_the_load_that_its_rank_tells() -> None:
         client.jobs.RenewRank(renewal)
         (told,) = describe(client.channel).servers
         renewal.in_place_load.busy_ratio = 2.0
-        with pytest.raises(InvalidRequest, match=r"busy_ratio is 2\.0"):
+        with fails(rpc.Reason.INVALID_REQUEST, match=r"busy_ratio is 2\.0"):
             client.jobs.RenewRank(renewal)
     assert silent.load == membership_pb2.ServerLoad()
     assert told.load == load

@@ -9,6 +9,7 @@ import pytest
 from control_plane.jobs.isolation import IsolationDetector
 from distca.contract import rpc
 from tests.service.control_plane.test_leases import n_servers
+from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     TimedControlPlane,
@@ -70,5 +71,5 @@ def test_one_that_stays_silent_loses_its_lease_while_others_are_heard(
         client.heartbeat(heard)
         control_plane.pass_time(LEASE_SECONDS / 3)
     assert n_servers(client) == 1
-    with pytest.raises(rpc.LeaseExpired):
+    with fails(rpc.Reason.LEASE_EXPIRED):
         client.heartbeat(silent)

@@ -22,6 +22,7 @@ from distca.contract.codec import (
     plan_from_proto,
 )
 from distca.v1 import jobs_pb2
+from tests.support.errors import fails
 from tests.support.service_harness import Client, client_of, job_spec, rank_manifest, running
 
 COMPILE_SECONDS = 300.0
@@ -119,7 +120,7 @@ def test_jobs_that_do_not_fit_their_pipelines_are_refused(
     client: Client, changes: dict[str, Any], match: str
 ) -> None:
     message = pipelining_to_proto(pipelining())
-    with pytest.raises(rpc.InvalidRequest, match=match):
+    with fails(rpc.Reason.INVALID_REQUEST, match=match):
         client.open(0, job_spec(**{"pipelining": message, **changes}))
 
 
@@ -134,8 +135,8 @@ def test_ranks_that_disagree_about_the_schedule_are_told(client: Client) -> None
         backward_seconds=(2e-6, 4e-6),
     )
     spec.pipelining.CopyFrom(pipelining_to_proto(other))
-    with pytest.raises(
-        rpc.FailedPrecondition, match=r"pipelining: schedule zero-bubble of 2 stages.*1f1b"
+    with fails(
+        rpc.Reason.SPEC_MISMATCH, match=r"pipelining: schedule zero-bubble of 2 stages.*1f1b"
     ):
         client.open(1, spec)
     client.close_job(job, lease, "over")

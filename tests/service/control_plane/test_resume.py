@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from control_plane.access.job_keys import MIN_SECRET_BYTES
 from control_plane.leadership.epochs import GENERATION_BITS
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.v1 import jobs_pb2
+from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     TimedControlPlane,
@@ -171,7 +171,7 @@ def test_rank_that_does_not_come_back_is_named(tmp_path: Path) -> None:
         control_plane.pass_time(lease_seconds / 2)
         error = watcher.next("job_closed").error
         assert error == "ranks [1] have not come back since the control plane was away"
-        with pytest.raises(rpc.UnknownJob, match=r"ranks \[1\] have not come back"):
+        with fails(rpc.Reason.UNKNOWN_JOB, match=r"ranks \[1\] have not come back"):
             ranks[1].open(client)
 
 
@@ -211,8 +211,8 @@ def is_closed(client: Client, rank: Rank) -> bool:
     request = jobs_pb2.RenewRankRequest(job_id=rank.job_id, rank_lease_id=rank.lease)
     try:
         client.jobs.RenewRank(request)
-    except rpc.UnknownJob:
-        return True
+    except rpc.RpcError as error:
+        return error.reason is rpc.Reason.UNKNOWN_JOB
     return False
 
 
@@ -222,7 +222,7 @@ def test_rank_takes_up_its_own_lease_and_in_place_server(tmp_path: Path) -> None
         former = ranks[0].lease
         ranks[0].open(client)
         assert ranks[0].lease != former
-        with pytest.raises(rpc.LeaseExpired):
+        with fails(rpc.Reason.LEASE_EXPIRED):
             client.submit(ranks[0].job_id, former, rank_manifest(0, 0))
         assert [m.server_id for m, _ in control_plane.coordinator.servers()] == [
             "train.rank-0",
@@ -243,7 +243,7 @@ def test_what_shows_no_right_to_come_back_is_refused(tmp_path: Path) -> None:
 
         stranger = Rank(0)
         stranger.job_id = ranks[0].job_id
-        with pytest.raises(rpc.Unauthenticated, match="without its token"):
+        with fails(rpc.Reason.MISSING_TOKEN, match="without its token"):
             client.jobs.OpenJob(
                 jobs_pb2.OpenJobRequest(
                     spec=stranger.spec,
@@ -255,17 +255,17 @@ def test_what_shows_no_right_to_come_back_is_refused(tmp_path: Path) -> None:
             )
         for token in (ranks[1].token, other.token, b"x" * 36):
             stranger.token = token
-            with pytest.raises(rpc.PermissionDenied):
+            with fails(rpc.Reason.WRONG_TOKEN):
                 stranger.open(client)
 
         # With the token of its own job under the name of another one.
         thief = Rank(0)
         thief.job_id, thief.token = other.job_id, other.token
-        with pytest.raises((rpc.InvalidRequest, rpc.FailedPrecondition)):
+        with fails(rpc.Reason.INVALID_REQUEST, rpc.Reason.SPEC_MISMATCH):
             thief.open(client)
         changed = Rank(0, job_spec(n_layers=9))
         changed.job_id, changed.token = ranks[0].job_id, ranks[0].token
-        with pytest.raises(rpc.FailedPrecondition, match="n_layers"):
+        with fails(rpc.Reason.SPEC_MISMATCH, match="n_layers"):
             changed.open(client)
 
 
@@ -274,7 +274,7 @@ def test_tokens_are_of_no_use_without_the_secret(tmp_path: Path) -> None:
         ranks = open_pair(client)
     with (
         started(tmp_path / "two") as (_, client),
-        pytest.raises(rpc.PermissionDenied, match="is not that of rank 0"),
+        fails(rpc.Reason.WRONG_TOKEN, match="is not that of rank 0"),
     ):
         ranks[0].open(client)
 
@@ -284,7 +284,7 @@ def test_name_that_another_job_has_taken_is_not_given_back(tmp_path: Path) -> No
         ranks = open_pair(client)
     with started(tmp_path) as (_, client):
         client.open(0)
-        with pytest.raises(rpc.AlreadyExists, match="has taken its name"):
+        with fails(rpc.Reason.ALREADY_EXISTS, match="has taken its name"):
             ranks[0].open(client)
 
 
@@ -292,7 +292,7 @@ def test_rank_that_has_left_does_not_come_back(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
         client.close_job(ranks[0].job_id, ranks[0].lease)
-        with pytest.raises(rpc.AlreadyExists, match="rank 0 has left job"):
+        with fails(rpc.Reason.ALREADY_EXISTS, match="rank 0 has left job"):
             ranks[0].open(client)
 
 
@@ -313,5 +313,5 @@ def test_epoch_that_no_control_plane_gives_is_refused(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
         ranks[0].epoch = 2**63
-        with pytest.raises(rpc.InvalidRequest, match=r"resume\.epoch is"):
+        with fails(rpc.Reason.INVALID_REQUEST, match=r"resume\.epoch is"):
             ranks[0].open(client)

@@ -34,11 +34,11 @@ from control_plane.settings import (
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.addresses import split_address
-from distca.contract.reconnect import is_transient
 from distca.contract.settings import TlsFiles
 from distca.machine_errors import ExposedSecretError, ListenError, PathError
 from distca.v1 import membership_pb2
 from tests import ROOT
+from tests.support.errors import fails
 from tests.support.service_harness import (
     client_of,
     rotating_plan,
@@ -92,7 +92,7 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
             # On a busy machine the stream may be cut off by the end of stop_seconds (CANCELLED).
             ended = watcher.end()
             assert ended is not None
-            assert is_transient(ended)
+            assert ended.reason.is_transient
         stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         process.kill()
@@ -327,7 +327,7 @@ def test_mutual_tls_lets_only_certified_clients_in(certificates: Path) -> None:
     with running(tls=tls) as control_plane:
         list_servers(control_plane.address, **identity("client"))
         for settings in ({}, {"ca_file": ca_file}, identity("stranger")):
-            with pytest.raises(rpc.ControlPlaneUnavailable, match="do address and TLS files match"):
+            with fails(rpc.Reason.UNAVAILABLE, match="do address and TLS files match"):
                 list_servers(control_plane.address, **settings)
 
 

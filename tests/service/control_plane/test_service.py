@@ -22,6 +22,7 @@ from distca.contract import rpc
 from distca.contract.codec import plan_from_proto, plan_to_proto
 from distca.contract.tokens import KEY_BYTES
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
+from tests.support.errors import fails
 from tests.support.plan_slices import for_rank, for_server
 from tests.support.service_harness import (
     SHAPE,
@@ -150,7 +151,7 @@ def test_a_job_uses_the_servers_of_its_transport_alone(client: Client) -> None:
 
 def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Client) -> None:
     client.register("s0", transport="ucxx")
-    with pytest.raises(rpc.FailedPrecondition) as caught:
+    with fails(rpc.Reason.SPEC_MISMATCH) as caught:
         client.open(0, job_spec(transport="nixl"))
     assert "--transport=ucxx" in str(caught.value)
     client.register("s1", transport="nixl")
@@ -159,7 +160,7 @@ def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Clie
 
 def test_ranks_of_two_transports_are_no_job(client: Client) -> None:
     client.open(0, job_spec(transport="ucxx"))
-    with pytest.raises(rpc.FailedPrecondition, match="transport nixl instead of ucxx") as caught:
+    with fails(rpc.Reason.SPEC_MISMATCH, match="transport nixl instead of ucxx") as caught:
         client.open(1, job_spec(transport="nixl"))
     assert "--transport by name" in str(caught.value)
 
@@ -232,7 +233,7 @@ def test_in_place_servers_come_by_rank_and_get_their_plans_with_their_ranks(
         ("train.rank-0", 0),
         ("train.rank-1", 1),
     ]
-    with pytest.raises(rpc.InvalidRequest, match="WatchRank"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="WatchRank"):
         client.watch_server(first).next()
     # The in-place server's load and measurements go under its rank's lease.
     client.heartbeat(first)
@@ -303,7 +304,7 @@ def test_without_servers_the_step_fails_and_may_be_submitted_again(client: Clien
     failed = watcher.next("step_failed")
     assert (failed.job_id, failed.step) == (job_id, 4)
     assert "placement POOL: start attention nodes" in failed.error
-    with pytest.raises(rpc.UnknownStep):
+    with fails(rpc.Reason.UNKNOWN_STEP):
         client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=4))
     client.register("s0")
     submit_pair(client, job_id, leases, 4)
@@ -354,7 +355,7 @@ def test_rank_that_fails_closes_the_job_for_all(client: Client) -> None:
     assert watcher.end() is None
     server.next("job_opened")
     assert server.next("job_closed").error == "rank 0 failed: out of memory"
-    with pytest.raises(rpc.UnknownJob, match="is closed: rank 0 failed: out of memory"):
+    with fails(rpc.Reason.UNKNOWN_JOB, match="is closed: rank 0 failed: out of memory"):
         client.submit(job_id, leases[1], rank_manifest(0, 1))
 
 
@@ -428,7 +429,7 @@ def test_every_planner_is_prepared_and_serves_a_job(planner: str) -> None:
 )
 def test_register_server_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
     request = membership_pb2.RegisterServerRequest(server=server_description("s0", **changes))
-    with pytest.raises(rpc.InvalidRequest, match=match):
+    with fails(rpc.Reason.INVALID_REQUEST, match=match):
         client.membership.RegisterServer(request)
 
 
@@ -436,12 +437,14 @@ def test_a_server_keeps_its_id_while_it_watches_and_is_not_replaced(client: Clie
     server, lease = server_description("s0"), client.register("s0")
     watcher = client.watch_server(lease)
     eventually(lambda: client.heartbeat(lease) is not None)
-    with pytest.raises(rpc.AlreadyExists):
+    with fails(rpc.Reason.ALREADY_EXISTS):
         client.register("s0", data_address="127.0.0.1:1")
     request = membership_pb2.RegisterServerRequest(server=server, replace=True)
     successor = client.membership.RegisterServer(request).lease_id
-    assert isinstance(watcher.end(), rpc.Fenced)
-    with pytest.raises(rpc.Fenced):
+    ended = watcher.end()
+    assert ended is not None
+    assert ended.reason is rpc.Reason.FENCED
+    with fails(rpc.Reason.FENCED):
         client.heartbeat(lease)
     client.heartbeat(successor)
 
@@ -453,7 +456,7 @@ def test_a_server_that_watches_no_more_makes_place_for_the_next(client: Client) 
     def is_free() -> bool:
         try:
             return bool(client.register("s0"))
-        except rpc.AlreadyExists:
+        except rpc.RpcError:
             return False
 
     eventually(is_free)
@@ -477,19 +480,19 @@ def test_a_server_that_watches_no_more_makes_place_for_the_next(client: Client) 
 )
 def test_open_job_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
     request = jobs_pb2.OpenJobRequest(spec=job_spec(**changes), rank=0, host="h")
-    with pytest.raises(rpc.InvalidRequest, match=match):
+    with fails(rpc.Reason.INVALID_REQUEST, match=match):
         client.jobs.OpenJob(request)
 
 
 def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) -> None:
-    with pytest.raises(rpc.InvalidRequest, match="rank is 2; job train has ranks 0 to 1"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="rank is 2; job train has ranks 0 to 1"):
         client.open(2)
-    with pytest.raises(rpc.InvalidRequest, match="host is empty"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="host is empty"):
         client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0))
     in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    with pytest.raises(rpc.InvalidRequest, match="in_place_server is missing"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="in_place_server is missing"):
         client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=in_place, rank=0, host="h"))
-    with pytest.raises(rpc.InvalidRequest, match=r"server train\.rank-0 has no cost profile"):
+    with fails(rpc.Reason.INVALID_REQUEST, match=r"server train\.rank-0 has no cost profile"):
         client.jobs.OpenJob(
             jobs_pb2.OpenJobRequest(
                 spec=in_place,
@@ -502,16 +505,16 @@ def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) ->
 
 def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client) -> None:
     client.watch_rank(*client.open(0)).next("job_opened")
-    with pytest.raises(rpc.FailedPrecondition, match="n_layers 5 instead of 4"):
+    with fails(rpc.Reason.SPEC_MISMATCH, match="n_layers 5 instead of 4"):
         client.open(1, job_spec(n_layers=5))
-    with pytest.raises(rpc.AlreadyExists):
+    with fails(rpc.Reason.ALREADY_EXISTS):
         client.open(0)
 
 
 def test_no_pool_server_or_job_passes_for_a_ranks_server(client: Client) -> None:
-    with pytest.raises(rpc.InvalidRequest, match="server_id"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="server_id"):
         client.register("train.rank-0")
-    with pytest.raises(rpc.InvalidRequest, match="name"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="name"):
         client.open(0, job_spec(name="train.rank-0"))
     client.open(0, job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE))
 
@@ -529,9 +532,9 @@ def test_unknown_job_is_named_in_every_call(client: Client) -> None:
         "LocateRanks": jobs_pb2.LocateRanksRequest(job_id="nope"),
     }
     for method, request in calls.items():
-        with pytest.raises(rpc.UnknownJob, match=f"{method} at .*there is no job 'nope'"):
+        with fails(rpc.Reason.UNKNOWN_JOB, match=f"{method} at .*there is no job 'nope'"):
             getattr(client.jobs, method)(request)
-    with pytest.raises(rpc.UnknownJob):
+    with fails(rpc.Reason.UNKNOWN_JOB):
         client.watch_rank("nope", "lease").next()
 
 
@@ -554,20 +557,20 @@ def test_unknown_lease_is_named_in_every_call(client: Client) -> None:
         ),
     ]
     for call in calls:
-        with pytest.raises(rpc.LeaseExpired, match="the lease that came"):
+        with fails(rpc.Reason.LEASE_EXPIRED, match="the lease that came"):
             call()
-    with pytest.raises(rpc.UnknownServer, match="'no'"):
+    with fails(rpc.Reason.UNKNOWN_SERVER, match="'no'"):
         client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="no"))
 
 
 def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Client) -> None:
     job_id, leases = open_pair(client)
-    with pytest.raises(rpc.InvalidRequest, match="of rank 1 came with the lease of rank 0"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="of rank 1 came with the lease of rank 0"):
         client.submit(job_id, leases[0], rank_manifest(0, 1))
-    with pytest.raises(rpc.InvalidRequest, match="has 1 nano-batches"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="has 1 nano-batches"):
         client.submit(job_id, leases[0], RankManifest.from_lengths(0, 0, [[5]]))
     malformed = plan_pb2.RankManifest(n_nano_batches=2, nano_batch=b"123")
-    with pytest.raises(rpc.InvalidRequest, match="nano_batch has 3 bytes"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="nano_batch has 3 bytes"):
         client.jobs.SubmitManifest(
             jobs_pb2.SubmitManifestRequest(
                 job_id=job_id, rank_lease_id=leases[0], manifest=malformed
@@ -575,7 +578,7 @@ def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Clie
         )
     client.submit(job_id, leases[0], rank_manifest(0, 0))
     client.submit(job_id, leases[0], rank_manifest(0, 0))
-    with pytest.raises(rpc.InvalidRequest, match="another manifest for step 0"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="another manifest for step 0"):
         client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
 
 
@@ -586,18 +589,18 @@ def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> N
     watcher.next("job_opened")
     submit_pair(client, job_id, leases, 0)
     watcher.next("step_planned")
-    with pytest.raises(rpc.InvalidRequest, match="rank 1 came with the lease of rank 0"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="rank 1 came with the lease of rank 0"):
         client.report_rank(job_id, leases[0], 0, 1)
-    with pytest.raises(rpc.InvalidRequest, match="'s9' came with the lease of server s0"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="'s9' came with the lease of server s0"):
         client.report_server(job_id, server_lease, 0, "s9")
-    with pytest.raises(rpc.InvalidRequest, match="measurement is missing"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="measurement is missing"):
         client.jobs.ReportStep(
             jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=leases[0])
         )
-    with pytest.raises(rpc.UnknownStep, match="now: 0 to 0"):
+    with fails(rpc.Reason.UNKNOWN_STEP, match="now: 0 to 0"):
         client.report_rank(job_id, leases[0], 5, 0)
     short = jobs_pb2.ServerMeasurement(server_id="s0", forward_busy_seconds=[1.0])
-    with pytest.raises(rpc.InvalidRequest, match="the job has 2 nano-batches"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="the job has 2 nano-batches"):
         client.jobs.ReportStep(
             jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=server_lease, server=short)
         )
@@ -608,7 +611,7 @@ def test_health_says_serving_for_every_service(client: Client) -> None:
     for service in ("", "distca.v1.Jobs", "distca.v1.Membership"):
         answer = health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    with pytest.raises(rpc.NotFound):
+    with fails(rpc.Reason.NOT_FOUND):
         health.Check(health_pb2.HealthCheckRequest(service="nope"))
 
 
@@ -632,7 +635,7 @@ def test_reader_that_falls_behind_is_dropped_and_may_watch_again() -> None:
                 client.report_rank(job_id, leases[rank], step, rank)
             if client.watching(control_plane, "rank") == 0:
                 break
-        with pytest.raises(rpc.ResourceExhausted, match="dropped"):
+        with fails(rpc.Reason.BACKLOG, match="dropped"):
             for _ in stuck:
                 pass
         client.watch_rank(job_id, leases[0]).next("job_opened")
@@ -685,5 +688,5 @@ def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
     address = server_description("located.rank-1").data_address
     assert locate(1) == {1: ("located.rank-1", address)}
     assert locate() == {}
-    with pytest.raises(rpc.InvalidRequest, match=r"rank 2 was asked for; .* has 2 ranks"):
+    with fails(rpc.Reason.INVALID_REQUEST, match=r"rank 2 was asked for; .* has 2 ranks"):
         locate(2)

@@ -15,6 +15,7 @@ import pytest
 from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.v1 import jobs_pb2, jobs_pb2_grpc
+from tests.support.errors import fails
 
 WAIT_SECONDS = 10.0
 REQUEST = jobs_pb2.DescribeJobRequest()
@@ -64,7 +65,9 @@ def test_calls_under_way_end_with_the_contact(contact: Contact, jobs: Jobs) -> N
         assert jobs.begun.wait(WAIT_SECONDS)
         began = time.monotonic()
         contact.end()
-        assert isinstance(waiting.exception(WAIT_SECONDS), rpc.Cancelled)
+        ended = waiting.exception(WAIT_SECONDS)
+        assert isinstance(ended, rpc.RpcError)
+        assert ended.reason is rpc.Reason.CANCELLED
         assert time.monotonic() - began < WAIT_SECONDS / 2
 
 
@@ -72,7 +75,7 @@ def test_no_call_begins_on_a_contact_that_has_ended(contact: Contact) -> None:
     assert describe(contact) == 7
     contact.end()
     contact.end()
-    with pytest.raises(rpc.Cancelled, match="the contact has ended"):
+    with fails(rpc.Reason.CANCELLED, match="the contact has ended"):
         describe(contact)
 
 
@@ -87,13 +90,13 @@ def test_the_channel_is_closed_after_the_last_call_and_by_one_thread(contact: Co
 
     contact._channel.close = close_once
 
-    def call_until_it_ends() -> None:
+    def call_until_it_ends() -> rpc.Reason:
         in_calls.wait()
         while True:
             try:
                 assert describe(contact) == 7
-            except rpc.Cancelled:
-                return
+            except rpc.RpcError as error:
+                return error.reason
 
     with ThreadPoolExecutor(4) as pool:
         callers = [pool.submit(call_until_it_ends) for _ in range(4)]
@@ -101,7 +104,7 @@ def test_the_channel_is_closed_after_the_last_call_and_by_one_thread(contact: Co
         time.sleep(0.02)
         contact.end()
         for caller in callers:
-            caller.result(WAIT_SECONDS)
+            assert caller.result(WAIT_SECONDS) is rpc.Reason.CANCELLED
     assert closed == [0]
 
 
@@ -109,5 +112,5 @@ def test_errors_have_names(contact: Contact, jobs: Jobs) -> None:
     with pytest.raises(rpc.RpcError, match=r"OpenJob at 127\.0\.0\.1"):
         contact.call(contact._jobs.OpenJob, jobs_pb2.OpenJobRequest())
     jobs.release.clear()
-    with pytest.raises(rpc.DeadlineExceeded, match="DescribeJob at"):
+    with fails(rpc.Reason.DEADLINE_EXCEEDED, match="DescribeJob at"):
         contact.call(contact._jobs.DescribeJob, REQUEST, timeout_seconds=0.2)

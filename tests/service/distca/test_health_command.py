@@ -55,7 +55,7 @@ def test_no_answer_is_a_named_error_within_the_timeout() -> None:
         begun = time.monotonic()
         asked = distca("health", f"--address={address}", "--timeout-seconds=1")
     assert asked.returncode == 1
-    assert f"ProcessUnavailable: connect at {address}: no connection" in asked.stderr
+    assert f"RpcError: connect at {address}: no connection" in asked.stderr
     # It may be an attention node that is asked.
     assert "does a process listen there" in " ".join(asked.stderr.split())
     assert "control plane" not in asked.stderr

@@ -25,6 +25,7 @@ from distca.contract.tls import server_credentials
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2
 from tests.service.security.pki import HOUR, Files, Mounted, Pki, control_plane_with, ends
 from tests.service.trainer_client.talking_rank import TalkingRank
+from tests.support.errors import fails
 from tests.support.service_harness import (
     job_spec,
     server_description,
@@ -214,7 +215,10 @@ def test_half_written_files_are_left_alone(
         files.certificate_file.write_bytes(following.certificate_file.read_bytes())
         eventually(lambda: "is another certificate's" in caplog.text)
         lifeline = node.membership._lifeline
-        lifeline.let_go(lifeline.present(), rpc.Cancelled("a call", "here", "the test says so"))
+        lifeline.let_go(
+            lifeline.present(),
+            rpc.RpcError(rpc.Reason.CANCELLED, "a call", "here", "the test says so"),
+        )
         eventually(lambda: "back at the control plane" in caplog.text)
         assert not connected_with(caplog, Role.SERVER, ends(following.certificate_file))
         files.key_file.write_bytes(following.key_file.read_bytes())
@@ -271,7 +275,7 @@ def test_a_call_that_is_under_way_ends_on_the_contact_that_it_began_on(pki: Pki)
             assert not slow.done()
             service.release.set()
             assert slow.result(WAIT_SECONDS).planned_step == 7
-        with pytest.raises(rpc.Cancelled):
+        with fails(rpc.Reason.CANCELLED):
             contact.call(contact._jobs.DescribeJob, request)
     finally:
         service.release.set()

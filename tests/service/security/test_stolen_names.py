@@ -22,6 +22,7 @@ from distca.v1 import jobs_pb2
 from tests.service.control_plane.lease_api import lease_api
 from tests.service.control_plane.test_resume import Rank
 from tests.service.security.pki import Files, Pki, secure_client
+from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     TimedControlPlane,
@@ -172,16 +173,16 @@ def test_the_owners_job_goes_on_whatever_a_thief_tries(runs: Runs, tenants: Tena
             watcher = stolen.watch(thief)
             ranks[0].open(owner)
             has_lost(watcher, stolen.job_id)
-            with pytest.raises(rpc.UnknownJob):
+            with fails(rpc.Reason.UNKNOWN_JOB):
                 stolen.open(thief)
     with clients(runs.next(), tenants.thief, tenants.owner) as (thief, owner):
         ranks[0].open(owner)
-        with pytest.raises(rpc.PermissionDenied):
+        with fails(rpc.Reason.OTHER_OWNER):
             Rank(0, spec(1)).open(thief)
         # Not even with the job's token, should it have leaked.
         thief.tokens.of[ranks[0].job_id] = ranks[0].token
         for attempt in calls_about(thief, ranks[0]):
-            with pytest.raises(rpc.PermissionDenied):
+            with fails(rpc.Reason.WRONG_TOKEN):
                 attempt()
         ranks[1].open(owner)
         watchers = [rank.watch(owner) for rank in ranks]
@@ -203,7 +204,7 @@ def test_a_thief_that_comes_after_the_owner_is_refused(runs: Runs, tenants: Tena
         opened(owner, rank)
     with clients(runs.next(), tenants.thief, tenants.owner) as (thief, owner):
         rank.open(owner)
-        with pytest.raises(rpc.AlreadyExists):
+        with fails(rpc.Reason.ALREADY_EXISTS):
             stale.open(thief)
         rank.submit(owner, 0)
 
@@ -219,10 +220,10 @@ def test_a_name_whose_job_stays_away_for_too_long_is_free(runs: Runs, tenants: T
         for _ in range(5):
             newcomer.renew(other)
             second.pass_time(LEASE_SECONDS / 2)
-        with pytest.raises(rpc.AlreadyExists):
+        with fails(rpc.Reason.ALREADY_EXISTS):
             rank.open(owner)
     # Nor does it come back by one more start.
     with clients(runs.next(), tenants.thief, tenants.owner) as (other, owner):
         newcomer.open(other)
-        with pytest.raises(rpc.AlreadyExists):
+        with fails(rpc.Reason.ALREADY_EXISTS):
             rank.open(owner)

@@ -17,6 +17,7 @@ from distca.contract.identity import Role
 from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
 from distca.v1 import jobs_pb2
 from tests.service.security.pki import Pki, control_plane_with, refused, secure_client
+from tests.support.errors import fails
 from tests.support.service_harness import Client, client_of, job_spec, rank_manifest
 
 Call = Callable[[Client, str, str, Any], Any]
@@ -96,7 +97,7 @@ def tenants(control_plane: ControlPlane, pki: Pki) -> Iterator[Tenants]:
 @pytest.mark.parametrize("method", CALLS)
 def test_without_a_token_a_call_is_unauthenticated(tenants: Tenants, method: str) -> None:
     before = refused(tenants.control_plane, method, "missing-token")
-    with pytest.raises(rpc.Unauthenticated):
+    with fails(rpc.Reason.MISSING_TOKEN):
         CALLS[method](tenants.a, tenants.job_a, tenants.lease_0, _with_token(None))
     assert refused(tenants.control_plane, method, "missing-token") == before + 1
 
@@ -106,7 +107,7 @@ def test_another_jobs_token_is_denied(tenants: Tenants, method: str) -> None:
     """Team b knows team a's job id and even a lease of it, and has a token of its own."""
     before = refused(tenants.control_plane, method, "wrong-token")
     with_token = _with_token(tenants.token(tenants.lease_b))
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.WRONG_TOKEN):
         CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
     assert refused(tenants.control_plane, method, "wrong-token") == before + 1
 
@@ -114,27 +115,27 @@ def test_another_jobs_token_is_denied(tenants: Tenants, method: str) -> None:
 @pytest.mark.parametrize("method", CALLS)
 def test_a_stolen_token_is_denied_to_another_identity(tenants: Tenants, method: str) -> None:
     with_token = _with_token(tenants.token(tenants.lease_0))
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.WRONG_TOKEN):
         CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
 
 
 @pytest.mark.parametrize("method", sorted(OF_ONE_RANK))
 def test_another_ranks_token_is_denied(tenants: Tenants, method: str) -> None:
     with_token = _with_token(tenants.token(tenants.lease_0))
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.WRONG_TOKEN):
         CALLS[method](tenants.a, tenants.job_a, tenants.lease_1, with_token)
 
 
 @pytest.mark.parametrize("forged", [b"", b"x", bytes(36), rank_token(bytes(32), 0)])
 def test_a_made_up_token_is_denied(tenants: Tenants, forged: bytes) -> None:
     call = CALLS["Jobs/RenewRank"]
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.WRONG_TOKEN):
         call(tenants.a, tenants.job_a, tenants.lease_0, _with_token(forged))
 
 
 def test_a_job_is_joined_by_its_own_tenant_alone(tenants: Tenants) -> None:
     before = refused(tenants.control_plane, "Jobs/OpenJob", "other-owner")
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.OTHER_OWNER):
         tenants.b.open(1, job_spec("job-a"))
     assert refused(tenants.control_plane, "Jobs/OpenJob", "other-owner") == before + 1
 
@@ -145,10 +146,10 @@ def test_the_token_of_a_closed_job_opens_nothing(tenants: Tenants, method: str) 
     closed, lease = tenants.a.open(0, spec)
     old = _with_token(tenants.token(lease))
     tenants.a.close_job(closed, lease)
-    with pytest.raises(rpc.UnknownJob):
+    with fails(rpc.Reason.UNKNOWN_JOB):
         CALLS[method](tenants.a, closed, lease, old)
     again, new_lease = tenants.a.open(0, spec)
-    with pytest.raises(rpc.PermissionDenied):
+    with fails(rpc.Reason.WRONG_TOKEN):
         CALLS[method](tenants.a, again, new_lease, old)
     tenants.a.close_job(again, new_lease)
 
@@ -211,9 +212,9 @@ def test_tokens_are_checked_without_certificates_too() -> None:
         client_of(control_plane.address) as client,
     ):
         job_id, lease = client.open(0)
-        with pytest.raises(rpc.Unauthenticated):
+        with fails(rpc.Reason.MISSING_TOKEN):
             CALLS["Jobs/RenewRank"](client, job_id, lease, _with_token(None))
-        with pytest.raises(rpc.PermissionDenied):
+        with fails(rpc.Reason.WRONG_TOKEN):
             CALLS["Jobs/DescribeJob"](client, job_id, lease, _with_token(b"forged"))
 
 
@@ -252,7 +253,7 @@ def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
     with (
         control_plane_with(tls, token_secret_file=other) as strange,
         secure_client(strange, owner) as client,
-        pytest.raises(rpc.PermissionDenied),
+        fails(rpc.Reason.WRONG_TOKEN),
     ):
         come_back(client)
     with (
@@ -260,11 +261,11 @@ def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
         secure_client(after, owner) as client,
         secure_client(after, stranger) as thief,
     ):
-        with pytest.raises(rpc.PermissionDenied):
+        with fails(rpc.Reason.WRONG_TOKEN):
             come_back(thief)
-        with pytest.raises(rpc.PermissionDenied):
+        with fails(rpc.Reason.WRONG_TOKEN):
             come_back(client, rank=1)
-        with pytest.raises(rpc.Unauthenticated):
+        with fails(rpc.Reason.MISSING_TOKEN):
             come_back(client, shown=None)
         assert refused(after, "Jobs/OpenJob", "wrong-token") == 2
         assert refused(after, "Jobs/OpenJob", "missing-token") == 1
@@ -280,6 +281,6 @@ def test_a_rank_of_a_job_from_before_is_told_what_lets_jobs_outlive_a_restart() 
     with (
         control_plane_with(None) as after,
         client_of(after.address) as client,
-        pytest.raises(rpc.WrongToken),
+        fails(rpc.Reason.WRONG_TOKEN),
     ):
         client.jobs.OpenJob(request, **_with_token(token))

@@ -14,6 +14,7 @@ from control_plane.server import ControlPlane
 from distca.contract import rpc
 from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.service.trainer_client.test_control_link import settings, submit_all
+from tests.support.errors import fails
 from tests.support.service_harness import client_of, job_spec, running
 from tests.support.waiting import eventually
 
@@ -107,7 +108,7 @@ def test_job_that_lives_keeps_its_name_unless_it_is_replaced(
             eventually(lambda rank=rank: rank.link.failure is not None)  # type: ignore[misc]
     else:
         for rank in again:
-            with pytest.raises(rpc.AlreadyExists):
+            with fails(rpc.Reason.ALREADY_EXISTS):
                 rank.open()
         assert all(rank.link.failure is None for rank in running_ranks)
 

@@ -24,6 +24,7 @@ from data_plane.ucxx.transport import UcxxTransport
 from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from tests.support.cluster import Cluster, cluster
+from tests.support.errors import fails
 from tests.support.team import Team
 from trainer_client import (
     CoreAttentionFailed,
@@ -79,7 +80,7 @@ def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
 
 
 def test_an_unknown_planner_is_refused(pool_of_four: Cluster) -> None:
-    with pytest.raises(rpc.InvalidRequest, match="planner is 'oracle'"):
+    with fails(rpc.Reason.INVALID_REQUEST, match="planner is 'oracle'"):
         Team(pool_of_four, 1, SHAPE, placement="pool", planner="oracle")
 
 
@@ -115,7 +116,7 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(rpc.ControlPlaneUnavailable, match=str(port)):
+    with fails(rpc.Reason.UNAVAILABLE, match=str(port)):
         Session.open(
             SessionOptions(
                 control_plane=f"127.0.0.1:{port}",

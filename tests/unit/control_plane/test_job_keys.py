@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError, job_keys
-from control_plane.errors import MissingTokenError, WrongTokenError
 from core_attention.whole_file import write_whole
+from distca.contract.rpc_errors import Reason
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.machine_errors import PathError
+from tests.support.errors import fails
 
 
 def test_the_same_secret_gives_the_same_keys(tmp_path: Path) -> None:
@@ -49,13 +50,13 @@ def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
         {"token": b"guessed"},
     ):
         claim: dict[str, Any] = {"job_id": "job-1", "owner": "team-a", "rank": 3, "token": token}
-        with pytest.raises(WrongTokenError, match="is not that of rank"):
+        with fails(Reason.WRONG_TOKEN, match="is not that of rank"):
             restarted.proved(**(claim | wrong))
-    with pytest.raises(MissingTokenError):
+    with fails(Reason.MISSING_TOKEN):
         restarted.proved("job-1", owner="team-a", rank=3, token=None)
-    with pytest.raises(WrongTokenError, match="without a token secret"):
+    with fails(Reason.WRONG_TOKEN, match="without a token secret"):
         JobKeys().proved("job-1", owner="team-a", rank=3, token=token)
-    with pytest.raises(WrongTokenError, match="of rank 3 of job job-1; without"):
+    with fails(Reason.WRONG_TOKEN, match="of rank 3 of job job-1; without"):
         JobKeys().proved("job-1", owner="", rank=3, token=token)
 
 

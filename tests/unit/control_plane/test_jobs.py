@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.errors import (
-    AlreadyExistsError,
-    BacklogError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    QuotaError,
-    SpecMismatchError,
-    UnknownJobError,
-    UnknownStepError,
-)
+from control_plane.errors import InvalidRequestError
 from control_plane.jobs.job import Job, kept_bytes
 from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
@@ -40,6 +31,8 @@ from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
 from core_attention.schedule import Schedule
 from core_attention.schedule_orders import SCHEDULES, gpipe
+from distca.contract.rpc_errors import Reason
+from tests.support.errors import fails
 from tests.support.service_harness import (
     SHAPE,
     linear_profile,
@@ -190,7 +183,7 @@ def test_disagreement_on_forward_only_fails_the_step(job: Job) -> None:
 def test_pending_steps_are_bounded_and_room_comes_back(job: Job) -> None:
     for step in range(4):
         submit(job, 0, step)
-    with pytest.raises(BacklogError, match=r"4 steps .* the first, 0, for ranks \[1\]"):
+    with fails(Reason.BACKLOG, match=r"4 steps .* the first, 0, for ranks \[1\]"):
         submit(job, 0, 4)
     submit(job, 1, 0)
     job.take_decided()
@@ -223,9 +216,9 @@ def test_rank_leases_run_out_one_by_one(job: Job) -> None:
     job.leases.renew("L1", now=8.0)
     assert job.leases.gone(Patience(), now=10.0) == []
     assert [lease.rank for lease in job.leases.gone(Patience(), now=10.1)] == [0]
-    with pytest.raises(LeaseExpiredError, match="the lease that came"):
+    with fails(Reason.LEASE_EXPIRED, match="the lease that came"):
         job.leases.renew("L0", now=10.1)
-    with pytest.raises(LeaseExpiredError):
+    with fails(Reason.LEASE_EXPIRED):
         submit(job, 0, 0, now=10.1)
     assert [lease.rank for lease in job.leases.gone(Patience(), now=18.1)] == [0, 1]
 
@@ -269,12 +262,12 @@ def test_rank_that_servers_lost_too_is_waited_for_even_less(
 
 def test_rank_joins_once(job: Job) -> None:
     job.leases.watched_by(0)
-    with pytest.raises(AlreadyExistsError):
+    with fails(Reason.ALREADY_EXISTS):
         job.join(0, host="x", lease_id="X", now=1.0)
     with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
         job.join(2, host="x", lease_id="X", now=1.0)
     job.leave("L0", error="", now=1.0)
-    with pytest.raises(AlreadyExistsError, match="rank 0 has left"):
+    with fails(Reason.ALREADY_EXISTS, match="rank 0 has left"):
         job.join(0, host="x", lease_id="X", now=1.0)
 
 
@@ -283,7 +276,7 @@ def test_recent_steps_are_kept_and_old_ones_may_even_be_submitted_anew(job: Job)
         plan_next(job, step)
     assert job.planned_step == 64
     assert job.step(1).step == 1
-    with pytest.raises(UnknownStepError, match="now: 1 to 64"):
+    with fails(Reason.UNKNOWN_STEP, match="now: 1 to 64"):
         job.step(0)
     plan_next(job, 0)
 
@@ -314,7 +307,7 @@ def test_measurements_are_refused_unless_they_fit(job: Job) -> None:
     plan_next(job, 0)
     with pytest.raises(InvalidRequestError, match="rank 1 came with the lease of rank 0"):
         job.report_rank("L0", 0, rank_measurement(1), now=0.0)
-    with pytest.raises(UnknownStepError):
+    with fails(Reason.UNKNOWN_STEP):
         job.report_rank("L0", 1, rank_measurement(0), now=0.0)
     with pytest.raises(InvalidRequestError, match=r"\[3\] busy seconds"):
         job.report_server(0, server_measurement("a", 1.0, 1.0, 1.0))
@@ -343,7 +336,7 @@ class Asked:
     """What a job answers to a rank that opens its name, by what has become of the job."""
 
     why: str
-    answer: bool | type[Exception]
+    answer: bool | Reason
     n_joined: int = 2
     broken: Sequence[int] = ()
     heard: bool = False
@@ -356,17 +349,17 @@ class Asked:
 OTHER = {"n_layers": 9}
 
 ASKED = [
-    Asked("it lives", AlreadyExistsError),
+    Asked("it lives", Reason.ALREADY_EXISTS),
     Asked("it is to be replaced", False, replace=True),
     Asked("its place is free", True, n_joined=1, rank=1),
     Asked("a process is gone", False, broken=[1]),
-    Asked("only a stream broke", AlreadyExistsError, broken=[1], heard=True),
+    Asked("only a stream broke", Reason.ALREADY_EXISTS, broken=[1], heard=True),
     Asked("its first start was killed while it gathered", False, n_joined=1, broken=[0], rank=1),
     Asked("it has left, others finish", False, has_left=True),
-    Asked("another spec", SpecMismatchError, changes=OTHER),
+    Asked("another spec", Reason.SPEC_MISMATCH, changes=OTHER),
     Asked("another spec replaces", False, changes=OTHER, replace=True),
-    Asked("other ranks of one start differ", SpecMismatchError, 1, rank=1, changes=OTHER),
-    Asked("nor with replace", SpecMismatchError, 1, rank=1, changes=OTHER, replace=True),
+    Asked("other ranks of one start differ", Reason.SPEC_MISMATCH, 1, rank=1, changes=OTHER),
+    Asked("nor with replace", Reason.SPEC_MISMATCH, 1, rank=1, changes=OTHER, replace=True),
     Asked("another spec after a kill", False, 1, [0], rank=1, changes=OTHER),
     Asked("another number of ranks after a kill", False, broken=[0], changes={"n_ranks": 3}),
 ]
@@ -391,7 +384,7 @@ def test_who_opens_the_name_of_a_job_joins_follows_or_is_refused(jobs: Jobs, ask
     if isinstance(asked.answer, bool):
         assert ask() == asked.answer
     else:
-        with pytest.raises(asked.answer):
+        with fails(asked.answer):
             ask()
 
 
@@ -400,7 +393,7 @@ def test_a_rank_that_never_watched_gives_its_place_up(jobs: Jobs) -> None:
     for lease_id in ("lost", "L0"):
         assert job.has_place_for(spec(), 0, replace=False)
         job.join(0, host="h0", lease_id=lease_id, now=0.0)
-    with pytest.raises(LeaseExpiredError):
+    with fails(Reason.LEASE_EXPIRED):
         job.leases.renew("lost", now=1.0)
     job.leases.renew("L0", now=1.0)
 
@@ -423,16 +416,16 @@ def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) 
     for index in range(REMEMBERED_CLOSED_JOBS + 1):
         job = jobs.create(spec(name=f"n{index}"), job_id=f"j{index}", key=b"")
         jobs.close(job, f"reason {index}" if index else "")
-    with pytest.raises(UnknownJobError, match="job j1 is closed: reason 1"):
+    with fails(Reason.UNKNOWN_JOB, match="job j1 is closed: reason 1"):
         jobs.get("j1")
-    with pytest.raises(UnknownJobError, match="there is no job 'j0'"):
+    with fails(Reason.UNKNOWN_JOB, match="there is no job 'j0'"):
         jobs.get("j0")
     assert jobs.open_jobs() == []
 
 
 def test_finished_job_says_so(jobs: Jobs, job: Job) -> None:
     jobs.close(job, "")
-    with pytest.raises(UnknownJobError, match="every rank has finished"):
+    with fails(Reason.UNKNOWN_JOB, match="every rank has finished"):
         jobs.get("train-1")
 
 
@@ -518,7 +511,7 @@ def test_step_that_cannot_be_planned_again_has_no_plan_any_more(job: Job) -> Non
     job.failed(0)
     assert job.steps_to_tell() == []
     assert not job.names_server("a")
-    with pytest.raises(UnknownStepError):
+    with fails(Reason.UNKNOWN_STEP):
         job.step(0)
     for rank in (0, 1):
         submit(job, rank, 0)
@@ -619,12 +612,12 @@ def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
     job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
     job.join(0, host="h", lease_id="L0", now=0.0, group=(0, 1))
     for rank, group in ((1, ()), (1, (1, 0)), (2, (2, 1)), (3, (0, 3))):
-        with pytest.raises(SpecMismatchError, match=rf"rank {rank} gives tensor_parallel_ranks="):
+        with fails(Reason.SPEC_MISMATCH, match=rf"rank {rank} gives tensor_parallel_ranks="):
             job.join(rank, host="h", lease_id="L", now=0.0, group=group)
     job.join(1, host="h", lease_id="L1", now=0.0, group=(0, 1))
     job.come_back(1, host="h", lease_id="M1", now=1.0, group=(0, 1))
     job.join(2, host="h", lease_id="L2", now=0.0)
-    with pytest.raises(SpecMismatchError, match="rank 2 is in the group \\[\\]"):
+    with fails(Reason.SPEC_MISMATCH, match="rank 2 is in the group \\[\\]"):
         job.join(3, host="h", lease_id="L3", now=0.0, group=(2, 3))
 
 
@@ -678,10 +671,10 @@ def test_finished_steps_are_forgotten_for_new_ones_and_unfinished_are_not() -> N
         plan_next(job, step)
     assert jobs.manifest_bytes("a") == 4 * of_a_step
     jobs.make_room("a", of_a_step)
-    with pytest.raises(UnknownStepError):
+    with fails(Reason.UNKNOWN_STEP):
         job.step(0)
     assert jobs.manifest_bytes("a") == 3 * of_a_step
-    with pytest.raises(QuotaError):
+    with fails(Reason.QUOTA):
         jobs.make_room("a", 2 * of_a_step)
     # The last finished one is shown to people, and the others run.
     assert [job.step(step).step for step in (1, 2, 3)] == [1, 2, 3]

@@ -9,13 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from control_plane.errors import (
-    AlreadyExistsError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    UnknownServerError,
-)
+from control_plane.errors import InvalidRequestError
 from control_plane.jobs.membership import InPlace, Membership, ServerDescription, ServerLoad
+from distca.contract.rpc_errors import Reason
+from tests.support.errors import fails
 from tests.support.service_harness import linear_profile
 
 LEASE_SECONDS = 10.0
@@ -53,15 +50,15 @@ def test_lease_runs_as_long_as_heartbeats_come(membership: Membership) -> None:
 
 def test_expired_lease_cannot_be_renewed_even_before_it_is_swept(membership: Membership) -> None:
     membership.register(description("a"), lease_id="A", now=0.0)
-    with pytest.raises(LeaseExpiredError, match=r"server a sent no heartbeat for 10 s"):
+    with fails(Reason.FENCED, match=r"server a sent no heartbeat for 10 s"):
         membership.heartbeat("A", LOAD, now=10.1)
-    with pytest.raises(LeaseExpiredError):
+    with fails(Reason.FENCED):
         membership.deregister("A", now=10.1)
 
 
 def test_id_is_free_again_after_leaving(membership: Membership) -> None:
     first = membership.register(description("a"), lease_id="A", now=0.0)
-    with pytest.raises(AlreadyExistsError):
+    with fails(Reason.ALREADY_EXISTS):
         membership.register(description("a"), lease_id="A2", now=10.0)
     assert membership.deregister("A", now=10.0) is first
     assert not membership.is_live(first)
@@ -75,7 +72,7 @@ def test_draining_server_keeps_its_lease_and_gets_no_new_work(membership: Member
     assert [m.server_id for m in membership.pool()] == ["b"]
     assert [m.server_id for m in membership.members()] == ["a", "b"]
     assert membership.heartbeat("A", LOAD, now=1.0).draining
-    with pytest.raises(UnknownServerError, match="'c'"):
+    with fails(Reason.UNKNOWN_SERVER, match="'c'"):
         membership.drain("c")
 
 
@@ -91,7 +88,7 @@ def test_in_place_server_comes_and_goes_with_its_rank(membership: Membership) ->
     assert membership.expire(now=1e6) == []
     with pytest.raises(InvalidRequestError, match="leaves when the rank closes the job"):
         membership.deregister("L0", now=1.0)
-    with pytest.raises(AlreadyExistsError):
+    with fails(Reason.ALREADY_EXISTS):
         membership.register(description("s0"), lease_id="X", now=1e6)
     assert [m.server_id for m in membership.remove_in_place("job", 0)] == ["s1"]
     assert [m.server_id for m in membership.remove_in_place("job")] == ["s0"]
@@ -100,9 +97,9 @@ def test_in_place_server_comes_and_goes_with_its_rank(membership: Membership) ->
 
 def test_refused_calls_change_nothing(membership: Membership) -> None:
     member = membership.register(description("a"), lease_id="A", now=0.0)
-    with pytest.raises(AlreadyExistsError):
+    with fails(Reason.ALREADY_EXISTS):
         membership.register(description("a"), lease_id="B", now=1.0)
-    with pytest.raises(LeaseExpiredError):
+    with fails(Reason.LEASE_EXPIRED):
         membership.heartbeat("B", LOAD, now=1.0)
     assert membership.members() == [member]
     assert member.renewed_at == 0.0
@@ -149,7 +146,7 @@ class MembershipMachine(RuleBasedStateMachine):
             self.membership.register(description(server_id), lease_id=lease, now=self.now)
 
         if server_id in self.model:
-            with pytest.raises(AlreadyExistsError):
+            with fails(Reason.ALREADY_EXISTS):
                 register()
         else:
             register()
@@ -166,7 +163,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.membership.heartbeat(lease, LOAD, now=self.now)
 
         if not self.lives(server_id):
-            with pytest.raises(LeaseExpiredError):
+            with fails(Reason.LEASE_EXPIRED, Reason.FENCED):
                 act()
             return
         act()

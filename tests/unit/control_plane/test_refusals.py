@@ -7,15 +7,9 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from control_plane.errors import (
-    InvalidRequestError,
-    RefusedError,
-    ReplacedError,
-    ShuttingDownError,
-    StandbyError,
-    WrongRoleError,
-)
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.service.refusals import MAX_LOGGED, QUIET_SECONDS, Refusals
+from distca.contract.rpc_errors import Reason
 
 
 class Kit:
@@ -32,7 +26,7 @@ class Kit:
         )
 
     def refuse(self, caller: str = "spiffe://distca/trainer/a") -> None:
-        self.refusals.refused("Jobs/OpenJob", caller, WrongRoleError("not yours"))
+        self.refusals.refused("Jobs/OpenJob", caller, RefusedError(Reason.WRONG_ROLE, "not yours"))
 
 
 @pytest.fixture
@@ -83,9 +77,9 @@ def test_mistakes_are_counted_and_not_logged(kit: Kit, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     "error",
     [
-        ReplacedError("newer"),
-        ShuttingDownError("stopping"),
-        StandbyError("not the leader"),
+        RefusedError(Reason.REPLACED, "newer"),
+        RefusedError(Reason.SHUTTING_DOWN, "stopping"),
+        RefusedError(Reason.STANDBY, "not the leader"),
     ],
 )
 def test_what_is_as_it_should_be_is_no_refusal(kit: Kit, error: RefusedError) -> None:

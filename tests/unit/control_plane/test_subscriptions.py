@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from control_plane.errors import BacklogError, ReplacedError
 from control_plane.jobs.subscriptions import MAX_STREAMS_OF_MEMBER, Subscriptions
+from distca.contract.rpc_errors import Reason
 from distca.v1 import jobs_pb2
+from tests.support.errors import fails
 
 
 def test_a_stream_that_was_replaced_keeps_no_events() -> None:
@@ -18,7 +17,7 @@ def test_a_stream_that_was_replaced_keeps_no_events() -> None:
     newer = subscriptions.open("rank", [jobs_pb2.PlanEvent()])
 
     async def read() -> None:
-        with pytest.raises(ReplacedError):
+        with fails(Reason.REPLACED):
             await anext(replaced.events())
         assert await anext(newer.events()) == jobs_pb2.PlanEvent()
 
@@ -28,7 +27,7 @@ def test_a_stream_that_was_replaced_keeps_no_events() -> None:
 def test_a_member_has_so_many_streams_until_one_has_ended() -> None:
     subscriptions: Subscriptions[str] = Subscriptions(limit=8)
     opened = [subscriptions.open("rank", []) for _ in range(MAX_STREAMS_OF_MEMBER)]
-    with pytest.raises(BacklogError, match="16 streams of the same lease"):
+    with fails(Reason.BACKLOG, match="16 streams of the same lease"):
         subscriptions.open("rank", [])
     subscriptions.open("another", [])
     assert not opened[-1].ended

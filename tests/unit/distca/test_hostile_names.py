@@ -29,7 +29,7 @@ from distca.apps.report.summary import summary_table
 from distca.apps.report.timeline import draw_timeline
 from distca.apps.simulator.verdict import Judgement, Worth
 from distca.apps.top.run import _view
-from distca.contract.rpc_errors import RpcError
+from distca.contract.rpc_errors import Reason, RpcError
 from distca.process.plain_text import plain
 from tests.unit.distca.example_record import example_record
 
@@ -93,7 +93,7 @@ def test_an_error_of_ours_is_shown_as_it_came(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
-        raise RpcError("OpenJob", "localhost:1", HOSTILE)
+        raise RpcError(Reason.OTHER, "OpenJob", "localhost:1", HOSTILE)
 
     monkeypatch.setattr(cli, "command_line", lambda: fail)
     with pytest.raises(SystemExit):

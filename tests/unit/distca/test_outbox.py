@@ -27,7 +27,7 @@ class Contact:
         self.taken.append(what)
 
     def is_lost_by(self, error: Exception) -> bool:
-        return isinstance(error, rpc.ControlPlaneUnavailable)
+        return isinstance(error, rpc.RpcError) and error.reason.is_away
 
 
 class Contacts:
@@ -68,7 +68,10 @@ def test_reports_arrive_in_order_before_the_end() -> None:
 
 
 def test_a_report_that_is_lost_goes_to_the_next_contact() -> None:
-    lost, found = Contact(rpc.ControlPlaneUnavailable("ReportStep", "cp:1", "gone")), Contact()
+    lost, found = (
+        Contact(rpc.RpcError(rpc.Reason.UNAVAILABLE, "ReportStep", "cp:1", "gone")),
+        Contact(),
+    )
     outbox, lifeline = outbox_of(lost, found)
     put(outbox, "a")
     outbox.close(SOON_SECONDS)
@@ -79,7 +82,9 @@ def test_a_report_that_is_lost_goes_to_the_next_contact() -> None:
 def test_a_report_that_is_refused_is_logged_and_not_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    contact = Contact(rpc.InvalidRequest("ReportStep", "cp:1", "no such step"))
+    contact = Contact(
+        rpc.RpcError(rpc.Reason.INVALID_REQUEST, "ReportStep", "cp:1", "no such step")
+    )
     outbox, lifeline = outbox_of(contact)
     put(outbox, "step 3")
     put(outbox, "step 4")

@@ -11,6 +11,7 @@ import pytest
 
 from distca.contract import reconnect, rpc
 from distca.contract.reconnect import Addresses, reach
+from tests.support.errors import fails
 
 SETTINGS = rpc.RpcSettings(address="one:1,two:2")
 
@@ -29,7 +30,9 @@ def failing(times: int) -> tuple[list[str], Attempt]:
     def attempt(settings: rpc.RpcSettings) -> str:
         asked.append(settings.address)
         if len(asked) <= times:
-            raise rpc.ControlPlaneUnavailable("connect", settings.address, "nobody answers")
+            raise rpc.RpcError(
+                rpc.Reason.UNAVAILABLE, "connect", settings.address, "nobody answers"
+            )
         return "here"
 
     return asked, attempt
@@ -76,5 +79,5 @@ def test_who_waits_for_a_moment_is_not_told(caplog: pytest.LogCaptureFixture) ->
 
 def test_the_last_error_is_raised_when_time_is_up() -> None:
     _, attempt = failing(10_000)
-    with pytest.raises(rpc.ControlPlaneUnavailable, match="nobody answers"):
+    with fails(rpc.Reason.UNAVAILABLE, match="nobody answers"):
         search(attempt, timeout_seconds=0.05)

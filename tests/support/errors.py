@@ -1,0 +1,17 @@
+"""Failed calls, on either side of the control plane's service."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.errors import RefusedError
+from distca.contract.rpc_errors import Reason, RpcError
+
+
+def fails(*reasons: Reason, match: str | None = None) -> pytest.RaisesExc[RefusedError | RpcError]:
+    """``pytest.raises`` of a call for one of ``reasons``."""
+    return pytest.RaisesExc(
+        (RefusedError, RpcError),
+        match=match,
+        check=lambda error: error.reason in reasons,
+    )
