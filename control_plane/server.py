@@ -83,12 +83,8 @@ def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNE
     """Serve until SIGTERM or SIGINT, then inform members and stop.
 
     Raises:
-        KeyboardInterrupt: it was SIGINT; after that.
         ListenError: an address cannot be listened on.
         PathError, OSError: a file or folder cannot be used.
-        MismatchError, WeakSecretError, ExposedSecretError: a TLS file or the token secret is of no
-            use.
-        LeadershipLostError: another control plane may lead now.
     """
     keep_returning_memory()
     if asyncio.run(_serve(settings, planners)) is signal.SIGINT:
@@ -207,12 +203,7 @@ class ControlPlane:
             await asyncio.to_thread(self._endpoint.close)
 
     async def lead(self) -> None:
-        """Waits until it is this control plane's turn, and leads for as long as it may.
-
-        Raises:
-            LeadershipLostError: another one may lead now; nothing is answered any more.
-            OSError: the lock cannot be asked for, or the generation cannot be written.
-        """
+        """Waits until it is this control plane's turn, and leads for as long as it may."""
         await self.take_over()
         why = await self._leadership.lost()
         # At once, before anything is told in the name of who leads now.

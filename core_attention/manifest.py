@@ -285,11 +285,7 @@ class Manifest:
 
     @classmethod
     def merge(cls, rank_manifests: Sequence[RankManifest], n_ranks: int) -> Manifest:
-        """The manifest of a step from those of all its ranks, in any order.
-
-        Raises:
-            ManifestError: the parts do not make one manifest.
-        """
+        """The manifest of a step from those of all its ranks, in any order."""
         by_rank = _one_per_rank(rank_manifests, n_ranks)
         nano, ids, document_length, offset, length = (
             np.concatenate(columns) for columns in zip(*(m.columns for m in by_rank), strict=True)

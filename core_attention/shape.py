@@ -116,9 +116,6 @@ def parse_shape(text: str) -> AttentionShape:
     """Reads ``HEADS:KV_HEADS:HEAD_DIM:DTYPE``, for example ``32:8:128:bfloat16``. Where values have
     another head dim than queries and keys, both are given: ``128:128:192/128:bfloat16``. A softcap
     comes last: ``8:4:256:bfloat16:50``.
-
-    Raises:
-        ValueError: it is written otherwise, or makes no valid shape.
     """
     parts = text.split(":")
     dims = parts[2].split("/") if len(parts) in (4, 5) else []

@@ -23,9 +23,6 @@ def check_qkv(
         v: ``[n_rows, num_heads_kv, head_dim_v]``, on q's device.
         shape: heads, head dims and dtype of the job.
         n_rows: rows that the manifest gives this rank in this nano-batch.
-
-    Raises:
-        TensorError: an argument does not fit the shape.
     """
     check_rows("q", q, (n_rows, shape.num_heads, shape.head_dim), shape.dtype, q.device)
     check_rows("k", k, (n_rows, shape.num_heads_kv, shape.head_dim), shape.dtype, q.device)

@@ -77,9 +77,6 @@ def check_can_write_all(*paths: Path | None) -> None:
 def check_can_write(path: Path) -> None:
     """Checks a path for work that takes long and is written at its end. Makes the folder of
     ``path``.
-
-    Raises:
-        OSError: :func:`write_whole` would raise it now.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -163,9 +163,6 @@ def source_towards(hosts: Iterable[str]) -> str | None:
 def interface_of_host(host: str) -> str | None:
     """Returns the interface of one of this machine's addresses, given as a name or number; None,
     which stands for all of them, for 0.0.0.0.
-
-    Raises:
-        ValueError: it is no address of this machine's interfaces; says what to do.
     """
     advice = (
         "UCX would open its ports on all interfaces. Give --data-host (data_host) an address that "

@@ -62,9 +62,6 @@ def listening_ports() -> frozenset[int]:
 def listener_on(ip: str | None, port: int) -> socket.socket:
     """A copy of this process's listener on ``port`` at ``ip`` (None: at any address), to be closed
     by the caller.
-
-    Raises:
-        OSError: it has none.
     """
     for descriptor in _descriptors():
         with _copy_of(descriptor) as candidate:

@@ -78,9 +78,6 @@ def choose_transport(
         facts: of this machine.
         one_host: every peer runs on this host.
         peers: what the servers of the pool use, if it has any.
-
-    Raises:
-        ImportError: no library is installed, or none that the peers use.
     """
     if not facts.installed:
         raise ImportError(f"neither ucxx nor nixl is installed: {_INSTALL_UCXX}, or {INSTALL_NIXL}")

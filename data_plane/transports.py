@@ -54,9 +54,6 @@ def resolve_transport(
         name: a :class:`TransportName`.
         one_host: every peer runs on this host.
         peers: what the servers of the pool use, if it has any.
-
-    Raises:
-        ImportError: no library fits that is installed.
     """
     given = check_transport(name)
     facts = transport_facts()

@@ -15,11 +15,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; exits if it is dead already.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Asks the kernel for SIGKILL when the parent dies; exits if it is dead already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

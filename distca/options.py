@@ -223,11 +223,7 @@ def _build(settings: type[Any], values: dict[str, Any]) -> Any:
 
 
 def _is_wanted(options: list[_Option], values: dict[str, Any]) -> bool:
-    """Tests whether a class that may be left out is given.
-
-    Raises:
-        ValueError: it is given by half.
-    """
+    """Tests whether a class that may be left out is given."""
     required = [each for each in options if each.required]
     lacking = [each for each in required if values[each.name] is None]
     given = [each for each in options if values[each.name] not in (None, each.field.default)]

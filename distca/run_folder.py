@@ -63,9 +63,6 @@ class RunFolder:
     def open(self) -> None:
         """Makes the folder if need be, and drops the record and report of an earlier part of the
         run: what they say is not what this part will leave.
-
-        Raises:
-            RunFolderError: the folder cannot be made.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -78,9 +75,6 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Keeps other runs of ``distca local`` on this machine out of this folder, where the
         file system knows locks.
-
-        Raises:
-            RunFolderError: one does, or the folder that this one lies in cannot be made.
         """
         lock = self.root.with_name(f".{self.name}.lock")
         with ExitStack() as stack:
@@ -102,12 +96,7 @@ class RunFolder:
                 lock.unlink(missing_ok=True)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Makes the folder ready for a run.
-
-        Raises:
-            RunFolderError: a run is there already and is neither resumed nor overwritten, or there
-                is none to resume, or the folder holds something else or cannot be made.
-        """
+        """Makes the folder ready for a run."""
         if resume:
             if self.newest_checkpoint() is None:
                 raise RunFolderError(
@@ -131,10 +120,7 @@ class RunFolder:
         self.open()
 
     def _check_is_a_run(self) -> None:
-        """
-        Raises:
-            RunFolderError: the folder has something that no run leaves there.
-        """
+        """ """
         own = (
             self.checkpoints,
             self.logs,

@@ -88,10 +88,6 @@ class JobKeys:
 def job_keys(secret_file: Path | None, state_dir: Path | None) -> JobKeys:
     """Keys from the secret in ``secret_file``; else from one that is kept in ``state_dir``, and
     made there the first time; else from a random one.
-
-    Raises:
-        PathError: a file or folder cannot be used.
-        WeakSecretError, ExposedSecretError: as :meth:`JobKeys.from_file`.
     """
     if secret_file is not None:
         with using("token_secret", secret_file):

@@ -34,10 +34,6 @@ def next_generation(state_dir: Path | None) -> int:
     without.
 
     Two processes that ask at the same time get different ones.
-
-    Raises:
-        PathError: ``state_dir`` cannot be used.
-        ValueError: its file holds no number.
     """
     now = int(time.time())
     if state_dir is None:

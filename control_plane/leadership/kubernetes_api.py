@@ -112,9 +112,6 @@ def cluster_api(account: Path = ACCOUNT) -> KubernetesApi:
 
     Args:
         account: see :class:`KubernetesApi`.
-
-    Raises:
-        OSError: this is no pod, or it has no service account token.
     """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")

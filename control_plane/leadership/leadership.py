@@ -39,11 +39,7 @@ class Leadership(Protocol):
     """The right to lead. Used on one event loop, in the order of its methods."""
 
     async def acquire(self) -> None:
-        """Waits until this control plane leads.
-
-        Raises:
-            OSError: the lock cannot be asked for.
-        """
+        """Waits until this control plane leads."""
 
     @property
     def is_held(self) -> bool:

@@ -37,11 +37,7 @@ _ENVIRONMENT_LOCK = threading.Lock()
 
 
 def import_nixl() -> Any:
-    """The library, for whichever version of CUDA it is installed.
-
-    Raises:
-        ImportError: it is not installed; says what to install.
-    """
+    """The library, for whichever version of CUDA it is installed."""
     # It writes to stdout, and reads this when it is loaded.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     for name in NIXL_PACKAGES:

@@ -21,11 +21,7 @@ def split_address(name: str, address: str, *, any_port: bool = False) -> tuple[s
 
 
 def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
-    """Each ``host:port`` of ``addresses``, which have commas between.
-
-    Raises:
-        ValueError: one is something else.
-    """
+    """Each ``host:port`` of ``addresses``, which have commas between."""
     each = tuple(address.strip() for address in addresses.split(","))
     for address in each:
         try:

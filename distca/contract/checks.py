@@ -15,9 +15,6 @@ MOST_SECONDS = 365 * 24 * 60 * 60
 def check_least(settings: object, /, **least: float) -> None:
     """Each named field is a finite number of at least so much, or None; seconds are at most
     :data:`MOST_SECONDS`.
-
-    Raises:
-        ValueError: one is not.
     """
     for name, lowest in least.items():
         value = getattr(settings, name)
@@ -29,9 +26,6 @@ def check_least(settings: object, /, **least: float) -> None:
 def check_positive(settings: object, /, *names: str) -> None:
     """Each named field is a finite number above 0, or None; seconds are at most
     :data:`MOST_SECONDS`.
-
-    Raises:
-        ValueError: one is not.
     """
     for name in names:
         value = getattr(settings, name)
@@ -49,11 +43,7 @@ def check_port(settings: object, /, *names: str) -> None:
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:
-    """``value`` is an integer, also one of numpy, of these bounds.
-
-    Raises:
-        ValueError: it is not, such as a text that an environment variable gave.
-    """
+    """``value`` is an integer, also one of numpy, of these bounds."""
     if not isinstance(value, Integral):
         raise ValueError(f"{name} is {value!r}; it must be an integer, {low} to {high}")
     if not low <= int(value) <= high:
@@ -61,21 +51,13 @@ def check_range(name: str, value: Any, low: int, high: int) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """``value`` is an integer of 0 or more.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """``value`` is an integer of 0 or more."""
     if not isinstance(value, Integral) or int(value) < 0:
         raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
 
 
 def check_bool(settings: object, /, *names: str) -> None:
-    """Each named field is True or False, or what equals one of them, or None.
-
-    Raises:
-        ValueError: one is not, such as a text, which would count as true.
-    """
+    """Each named field is True or False, or what equals one of them, or None."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value not in (True, False):
@@ -83,11 +65,7 @@ def check_bool(settings: object, /, *names: str) -> None:
 
 
 def check_host(settings: object, /, *names: str) -> None:
-    """Each named field is a text that may be a host: not an empty one.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Each named field is a text that may be a host: not an empty one."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, str) or not value.strip():

@@ -163,12 +163,7 @@ def profile_to_proto(profile: CostProfile) -> profile_pb2.CostProfile:
 
 
 def profile_from_proto(message: profile_pb2.CostProfile) -> CostProfile:
-    """The profile in ``message``.
-
-    Raises:
-        WireError: the shape is invalid, the grid does not match the values, or a value is not a
-            positive number.
-    """
+    """The profile in ``message``."""
     grid = (len(message.q_tokens), len(message.kv_tokens))
     for name in ("forward_seconds", "backward_seconds"):
         n_values = len(getattr(message, name))
@@ -291,11 +286,7 @@ def first_tick_to_bytes(first_tick: Int64Array) -> bytes:
 
 
 def first_tick_from_bytes(data: bytes, n_documents: int) -> Int64Array:
-    """``[n_documents]`` the first tick of each document of a plan.
-
-    Raises:
-        WireError: the column is truncated, has not one value per document, or a negative one.
-    """
+    """``[n_documents]`` the first tick of each document of a plan."""
     if not data:
         return np.zeros(n_documents, dtype=np.int64)
     column = _unpack("StepPlanned.first_tick", data, _INT32).astype(np.int64)

@@ -30,9 +30,6 @@ class Contact:
         settings: how it was reached.
         lease_id, lease_seconds: once it gave a lease.
         events: once it is watched.
-
-    Raises:
-        distca.contract.rpc.RpcError: nobody answers.
     """
 
     LOST: ClassVar[frozenset[rpc.Reason]] = frozenset()
@@ -70,11 +67,7 @@ class Contact:
         return min(self.renewal_seconds, RENEWAL_SECONDS) or None
 
     def call(self, method: Any, request: Any, *, timeout_seconds: float | None = None) -> Any:
-        """Makes a call: ``method`` of one of the stubs.
-
-        Raises:
-            distca.contract.rpc.RpcError: it failed, or the contact has ended.
-        """
+        """Makes a call: ``method`` of one of the stubs."""
         with self._lock:
             if self._is_ended:
                 raise rpc.RpcError(

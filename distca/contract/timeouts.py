@@ -73,10 +73,6 @@ def check_order(known: Mapping[str, float]) -> None:
 
     Args:
         known: seconds by name; names that are not in the table are a mistake of the caller.
-
-    Raises:
-        TimeoutOrderError: some contradict each other; names all that do.
-        KeyError: a name is not in the table.
     """
     for name in known:
         TIMEOUTS[name]

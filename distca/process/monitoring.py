@@ -81,9 +81,6 @@ class MetricsEndpoint:
             with the square of the cluster. None serves an empty page there.
         field: the setting that gives the address.
         health: what is answered under ``/livez`` and ``/readyz``; None: such pages are not found.
-
-    Raises:
-        ListenError: the address cannot be listened on.
     """
 
     def __init__(

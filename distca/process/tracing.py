@@ -138,9 +138,6 @@ def start(endpoint: str, role: str) -> None:
     Args:
         endpoint: ``http://host:port``, or ``https://`` with TLS.
         role: what this process is, for example ``"attention-node"``.
-
-    Raises:
-        SettingsError: the extra ``otel`` is not installed, or the endpoint is malformed.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise SettingsError(

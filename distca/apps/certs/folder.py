@@ -42,9 +42,7 @@ class CertificateFolder:
             signs_for: how long the certificates that it is to sign are good.
 
         Raises:
-            OSError: a file cannot be read or written, or one of its two is missing.
             UnusableAuthorityError: what is there is no authority; the message names the files.
-            ShortAuthorityError: it ends before what it is to sign; nothing was written.
         """
         certificate, key = self._files(AUTHORITY)
         if certificate.exists() or key.exists():
@@ -73,11 +71,7 @@ class CertificateFolder:
         return made
 
     def check_free(self, stems: list[str]) -> None:
-        """Raises if a file of one of these names is there, and may not be replaced.
-
-        Raises:
-            FileExistsAlreadyError: names the first.
-        """
+        """Raises if a file of one of these names is there, and may not be replaced."""
         if self._force:
             return
         for path in (path for stem in stems for path in self._files(stem)):

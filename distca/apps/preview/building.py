@@ -73,12 +73,7 @@ def build_cluster(settings: ClusterSettings, n_gpus: int) -> ClusterSpec:
 
 
 def load_profile(settings: ClusterSettings) -> CostProfile:
-    """The user's profile, or the one that ships with the simulator.
-
-    Raises:
-        ProfileError: it is malformed.
-        InputError: it cannot be read.
-    """
+    """The user's profile, or the one that ships with the simulator."""
     if settings.profile is None:
         with as_file(files("distca.apps.simulator") / "profiles" / _SHIPPED_PROFILE) as path:
             return CostProfile.load(path)
@@ -207,13 +202,7 @@ def choose_planner(name: str) -> Planner:
 
 
 def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
-    """The schedules that the user asked for, and why some of "all" are left out.
-
-    Raises:
-        InputError: a name is unknown, two schedules have the same, or a file cannot be read or is
-            for other stages or microbatches.
-        ScheduleError: a schedule is not valid, or does not fit.
-    """
+    """The schedules that the user asked for, and why some of "all" are left out."""
     if text.strip() == "all":
         return fitting_orders(setup)
     orders = {}
@@ -266,11 +255,7 @@ def _order_of_file(name: str) -> Order:
 
 
 def parse_counts(name: str, text: str) -> list[int]:
-    """Whole numbers with commas between, such as ``8,64``.
-
-    Raises:
-        InputError: one is no integer of 1 or more.
-    """
+    """Whole numbers with commas between, such as ``8,64``."""
     counts = []
     for part in text.split(","):
         try:
@@ -286,12 +271,7 @@ def parse_counts(name: str, text: str) -> list[int]:
 def build_batches(
     settings: LengthsSettings, step_tokens: int, default_max_length: int
 ) -> tuple[list[Int64Array], bool]:
-    """The documents of each batch, and whether their lengths were estimated from texts.
-
-    Raises:
-        InputError: neither or both of a file and a distribution are given, the distribution is
-            unknown or has no use for an option, the file is bad, or it holds too few tokens.
-    """
+    """The documents of each batch, and whether their lengths were estimated from texts."""
     require_count("batches", settings.batches)
     require_count("seed", settings.seed, at_least=0)
     max_length = settings.max_length if settings.max_length is not None else default_max_length

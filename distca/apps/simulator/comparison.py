@@ -115,11 +115,7 @@ def compare(
 
 
 def mean_comparison(steps: Sequence[Comparison]) -> Comparison:
-    """The means over steps of one job.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The means over steps of one job."""
     if not steps:
         raise InputError("no batches to simulate; give 1 or more")
     return Comparison(

@@ -22,9 +22,6 @@ def build_servers(
         profile: kernel cost of one rank.
         placement: where servers run.
         n_pool_servers: 1 or more with a pool, 0 without.
-
-    Raises:
-        InputError: the number of pool servers does not fit the placement.
     """
     if placement is Placement.IN_PLACE and n_pool_servers:
         raise InputError(

@@ -67,10 +67,6 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
         bytes_per_token: by which UTF-8 bytes of texts are divided, at least
             :data:`LEAST_BYTES_PER_TOKEN`. A lone surrogate counts as three bytes, as in
             :class:`distca.apps.data.corpus.MemoryCorpus`.
-
-    Raises:
-        InputError: the file is missing, empty or malformed, a field is missing or named for a file
-            without fields, or a length is not positive.
     """
     if not (math.isfinite(bytes_per_token) and bytes_per_token >= LEAST_BYTES_PER_TOKEN):
         raise InputError(

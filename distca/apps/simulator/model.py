@@ -180,11 +180,7 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelSpec:
-    """The model called ``name``.
-
-    Raises:
-        InputError: there is no such preset.
-    """
+    """The model called ``name``."""
     try:
         return PRESETS[name]
     except KeyError:

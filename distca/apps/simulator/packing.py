@@ -17,12 +17,7 @@ from distca.apps.simulator.errors import InputError, require_count
 
 
 def checked_lengths(lengths: ArrayLike, source: str) -> Int64Array:
-    """``lengths`` as int64.
-
-    Raises:
-        InputError: there are none, or one is not an integer from 1 to the longest that kernels
-            take; the message names ``source`` and the first bad entry, counted from 1.
-    """
+    """``lengths`` as int64."""
     values = np.asarray(lengths)
     if values.ndim != 1 or values.size == 0:
         raise InputError(f"{source} holds no document lengths; give one integer per document")
@@ -52,9 +47,6 @@ def take_steps(lengths: Int64Array, n_steps: int, step_tokens: int) -> list[Int6
     """The documents of ``n_steps`` steps of exactly ``step_tokens`` tokens each, in order.
 
     The document that crosses the end of a step is cut there and its rest opens the next one.
-
-    Raises:
-        InputError: there are fewer tokens than that.
     """
     require_count("n_steps", n_steps)
     require_count("step_tokens", step_tokens)

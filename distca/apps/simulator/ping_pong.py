@@ -81,9 +81,6 @@ def stack_seconds(nano_batches: tuple[NanoBatchTimes, ...], n_layers: int) -> fl
     Args:
         nano_batches: one (nothing overlaps) or two (ping-pong), in the order of their turns.
         n_layers: 0 or more.
-
-    Raises:
-        InputError: neither one nor two nano-batches.
     """
     if len(nano_batches) not in (1, 2):
         raise InputError(f"{len(nano_batches)} nano-batches; ping-pong has 1 or 2")

@@ -22,9 +22,6 @@ def schedule_seconds(schedule: Schedule, seconds: Mapping[Kind, Float64Array]) -
 
     Returns:
         ``[n_pipelines]``; equal microbatches in 1F1B take ``(m + p - 1) * (f + b)``.
-
-    Raises:
-        InputError: a kind is missing, or has another shape.
     """
     kinds = {action.kind for slot in schedule.slots for action in slot if action is not None}
     shapes = {kind: seconds[kind].shape if kind in seconds else None for kind in kinds}

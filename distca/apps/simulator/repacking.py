@@ -74,9 +74,6 @@ def repack(
         linear_seconds_per_token: of one layer, forward and backward together.
         n_bins: how many.
         cap_tokens: the most tokens that a bin may hold.
-
-    Raises:
-        InputError: the documents hold more tokens than all bins.
     """
     total = int(lengths.sum())
     if total > n_bins * cap_tokens:

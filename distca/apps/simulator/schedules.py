@@ -91,10 +91,6 @@ def compare_schedules(
         in_flight_limit: most microbatches whose activations a rank may keep; None for as many as
             1F1B keeps.
         left_out: why schedules are missing; copied into the result.
-
-    Raises:
-        InputError: no batches, or a limit below 1.
-        ScheduleError: a schedule does not fit stages and microbatches.
     """
     if not batches:
         raise InputError("no batches to simulate; give 1 or more")
