@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from distca.contract.identity import Identity, Role
+from distca.errors import DistcaError
 
 CLOCK_SKEW = timedelta(minutes=5)
 """Certificates begin so long before now, for machines whose clocks are behind."""
@@ -29,8 +30,8 @@ CLOCK_SKEW = timedelta(minutes=5)
 _LISTENING = (Role.CONTROL_PLANE, Role.SERVER)
 
 
-class UnusableAuthorityError(ValueError):
-    """The files hold no certificate authority with a key that can sign."""
+class CertificateError(DistcaError):
+    """A certificate or key is of no use, or must not be written; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +74,22 @@ class Authority:
         """The authority whose certificate and key are given.
 
         Raises:
-            UnusableAuthorityError: they are no PEM, no authority's, do not belong together, or the
+            CertificateError: they are no PEM, no authority's, do not belong together, or the
                 key is no elliptic-curve key without a password.
         """
         try:
             certificate = x509.load_pem_x509_certificate(pem.certificate)
             constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         except (ValueError, x509.ExtensionNotFound) as error:
-            raise UnusableAuthorityError(f"no certificate authority in PEM: {error}") from error
+            raise CertificateError(f"no certificate authority in PEM: {error}") from error
         try:
             key = load_pem_private_key(pem.key, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise UnusableAuthorityError(f"no private key in PEM: {error}") from error
+            raise CertificateError(f"no private key in PEM: {error}") from error
         if not constraints.value.ca or not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise UnusableAuthorityError("it is no certificate authority with an EC key")
+            raise CertificateError("it is no certificate authority with an EC key")
         if key.public_key() != certificate.public_key():
-            raise UnusableAuthorityError("the private key is another certificate's")
+            raise CertificateError("the private key is another certificate's")
         return cls(certificate, key)
 
     @property

@@ -11,8 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from distca.apps.certs.authority import CertificateError
 from distca.contract.identity import Identity, identity_of
-from distca.errors import DistcaError
 from distca.process.amounts import duration_text
 
 _USES = {
@@ -21,10 +21,6 @@ _USES = {
 }
 
 Extension = TypeVar("Extension", bound=x509.ExtensionType)
-
-
-class NotACertificateError(DistcaError):
-    """The file holds no certificate in PEM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +62,12 @@ def describe_file(path: Path) -> list[CertificateDescription]:
 
     Raises:
         OSError: it cannot be read.
-        NotACertificateError: it holds none.
+        CertificateError: it holds none.
     """
     try:
         certificates = x509.load_pem_x509_certificates(path.read_bytes())
     except ValueError as error:
-        raise NotACertificateError(f"{path} holds no certificate in PEM") from error
+        raise CertificateError(f"{path} holds no certificate in PEM") from error
     return [describe(certificate) for certificate in certificates]
 
 

@@ -6,19 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from core_attention.whole_file import write_whole
-from distca.apps.certs.authority import Authority, Signed, UnusableAuthorityError
+from distca.apps.certs.authority import Authority, CertificateError, Signed
 from distca.contract.identity import Identity
-from distca.errors import DistcaError
 
 AUTHORITY = "ca"
-
-
-class FileExistsAlreadyError(DistcaError):
-    """A certificate or key is there already, and nothing said to replace it."""
-
-
-class ShortAuthorityError(DistcaError):
-    """A certificate was to be good for longer than its authority."""
 
 
 class CertificateFolder:
@@ -42,27 +33,27 @@ class CertificateFolder:
             signs_for: how long the certificates that it is to sign are good.
 
         Raises:
-            UnusableAuthorityError: what is there is no authority; the message names the files.
+            CertificateError: what is there is no authority; the message names the files.
         """
         certificate, key = self._files(AUTHORITY)
         if certificate.exists() or key.exists():
             found = Signed(certificate=certificate.read_bytes(), key=key.read_bytes())
             try:
                 authority = Authority.load(found)
-            except UnusableAuthorityError as error:
-                raise UnusableAuthorityError(
+            except CertificateError as error:
+                raise CertificateError(
                     f"{certificate} and {key}: {error}; put back what was there, or give another "
                     "folder"
                 ) from error
             if datetime.now(UTC) + signs_for > authority.ends:
-                raise ShortAuthorityError(
+                raise CertificateError(
                     f"the authority {certificate} ends {authority.ends:%Y-%m-%d %H:%M} UTC, before "
                     f"certificates of {signs_for.days} days; give fewer --days, or another folder, "
                     "where a new authority is made"
                 )
             return authority
         if signs_for > lifetime:
-            raise ShortAuthorityError(
+            raise CertificateError(
                 f"the new authority would be good for {lifetime.days} days, its certificates for "
                 f"{signs_for.days}; give fewer --days or more --authority-days"
             )
@@ -76,7 +67,7 @@ class CertificateFolder:
             return
         for path in (path for stem in stems for path in self._files(stem)):
             if path.exists():
-                raise FileExistsAlreadyError(
+                raise CertificateError(
                     f"{path} exists; give --force to replace it, or another folder"
                 )
 

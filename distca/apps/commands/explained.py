@@ -37,13 +37,14 @@ def explained(*, certificate: Path | None, **addresses: str | None) -> Iterator[
 
 
 def _refused_certificates(path: Path | None) -> list[str]:
-    from distca.apps.certs.description import NotACertificateError, describe_file
+    from distca.apps.certs.authority import CertificateError
+    from distca.apps.certs.description import describe_file
 
     if path is None:
         return []
     try:
         chain = describe_file(path)
-    except (OSError, NotACertificateError):
+    except (OSError, CertificateError):
         # Who uses the file says that, or reads it again when it is whole.
         return []
     now = datetime.now(UTC)

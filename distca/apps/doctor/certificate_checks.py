@@ -12,11 +12,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
-from distca.apps.certs.description import (
-    CertificateDescription,
-    NotACertificateError,
-    describe_file,
-)
+from distca.apps.certs.authority import CertificateError
+from distca.apps.certs.description import CertificateDescription, describe_file
 from distca.apps.doctor.endpoint import try_control_plane
 from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.surroundings import Surroundings
@@ -58,7 +55,7 @@ def _check_files(settings: RpcSettings, now: datetime) -> Iterator[CheckFinding]
             if path is not None:
                 for described in describe_file(path):
                     yield judge_validity(path, described, now)
-    except (OSError, MismatchError, NotACertificateError) as error:
+    except (OSError, MismatchError, CertificateError) as error:
         yield failed("certificates", str(error), _MAKE)
         return
     if settings.ca_file is not None and settings.certificate_file is not None:

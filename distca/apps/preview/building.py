@@ -27,7 +27,6 @@ from distca.apps.preview.settings import (
 )
 from distca.apps.simulator.cluster import ClusterSpec
 from distca.apps.simulator.disaggregated import Method
-from distca.apps.simulator.errors import InputError, require_count
 from distca.apps.simulator.homes import planned_homes
 from distca.apps.simulator.length_files import read_lengths
 from distca.apps.simulator.lengths import sample_lengths
@@ -36,6 +35,7 @@ from distca.apps.simulator.packing import pack_and_cut, pack_in_order, split_lon
 from distca.apps.simulator.schedules import fitting_orders
 from distca.apps.simulator.setup import Setup, stage_layers
 from distca.apps.simulator.verdict import Remedy
+from distca.contract.checks import check_least, check_range
 from distca.contract.settings import Placement
 
 LARGE_TOLERANCE = 0.1
@@ -80,7 +80,7 @@ def load_profile(settings: ClusterSettings) -> CostProfile:
     try:
         return CostProfile.load(settings.profile)
     except OSError as error:
-        raise InputError(f"profile {settings.profile} cannot be read: {error}") from error
+        raise ValueError(f"profile {settings.profile} cannot be read: {error}") from error
 
 
 def build_setup(
@@ -128,7 +128,7 @@ def _check_cut_documents(settings: PlannerSettings, setup: Setup) -> None:
     )
     for holds, why in refusals:
         if settings.cut_documents and holds:
-            raise InputError(f"cut_documents is set, and {why}; leave one of them out")
+            raise ValueError(f"cut_documents is set, and {why}; leave one of them out")
 
 
 def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> list[Remedy]:
@@ -186,9 +186,9 @@ def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
 
 
 def check_homes(planner: PlannerSettings, fleet: FleetSettings) -> None:
-    """Raises :class:`InputError` if homes are to be planned for ranks without their own server."""
+    """Raises ``ValueError`` if homes are to be planned for ranks without their own server."""
     if planner.homes is Homes.PLANNED and fleet.placement is Placement.POOL:
-        raise InputError(
+        raise ValueError(
             "homes is planned with placement pool; planned homes are for ranks that attend to "
             "their own tokens: choose homes packed, or placement in-place or mixed"
         )
@@ -197,7 +197,7 @@ def check_homes(planner: PlannerSettings, fleet: FleetSettings) -> None:
 def choose_planner(name: str) -> Planner:
     """The planner called ``name``."""
     if name not in PLANNERS:
-        raise InputError(f"planner is {name!r}; valid are {', '.join(sorted(PLANNERS))}")
+        raise ValueError(f"planner is {name!r}; valid are {', '.join(sorted(PLANNERS))}")
     return PLANNERS[name]
 
 
@@ -211,7 +211,7 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
         schedule = order(setup.n_stages, setup.n_microbatches)
         stage_layers(setup, schedule)
         if schedule.name in orders:
-            raise InputError(
+            raise ValueError(
                 f"schedules: {part} is called {schedule.name}, and so is another one; name each "
                 "once, and rename files"
             )
@@ -220,10 +220,10 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
 
 
 def check_pipeline_options(n_stages: int, schedules: str, in_flight: float | None) -> None:
-    """Raises :class:`InputError` if pipelines are asked for, and there is one stage."""
+    """Raises ``ValueError`` if pipelines are asked for, and there is one stage."""
     for name, value, default in (("schedules", schedules, "all"), ("in_flight", in_flight, None)):
         if n_stages == 1 and value != default:
-            raise InputError(
+            raise ValueError(
                 f"{name} is {value}, and stages is 1; it is for pipelines: give 2 stages or more, "
                 f"or leave {name} out"
             )
@@ -232,7 +232,7 @@ def check_pipeline_options(n_stages: int, schedules: str, in_flight: float | Non
 def _order_of_file(name: str) -> Order:
     path = Path(name)
     if path.suffix != ".csv":
-        raise InputError(
+        raise ValueError(
             f"schedules: {name!r} is unknown; valid are all, {', '.join(SCHEDULES)}, and files "
             "that end in .csv"
         )
@@ -241,11 +241,11 @@ def _order_of_file(name: str) -> Order:
     except ScheduleError as error:
         raise ScheduleError(f"schedules: {name}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"schedules: {name} cannot be read: {error}") from error
+        raise ValueError(f"schedules: {name} cannot be read: {error}") from error
 
     def order(n_ranks: int, n_microbatches: int) -> Schedule:
         if (schedule.n_ranks, schedule.n_microbatches) != (n_ranks, n_microbatches):
-            raise InputError(
+            raise ValueError(
                 f"schedules: {name} is for {schedule.n_ranks} ranks and {schedule.n_microbatches} "
                 f"microbatches; stages is {n_ranks}, microbatches is {n_microbatches}"
             )
@@ -261,10 +261,10 @@ def parse_counts(name: str, text: str) -> list[int]:
         try:
             counts.append(int(part))
         except ValueError:
-            raise InputError(
+            raise ValueError(
                 f"{name}: {part.strip()!r} is no integer; give numbers with commas between"
             ) from None
-        require_count(name, counts[-1])
+        check_range(name, counts[-1], 1, 2**31)
     return counts
 
 
@@ -272,17 +272,11 @@ def build_batches(
     settings: LengthsSettings, step_tokens: int, default_max_length: int
 ) -> tuple[list[Int64Array], bool]:
     """The documents of each batch, and whether their lengths were estimated from texts."""
-    require_count("batches", settings.batches)
-    require_count("seed", settings.seed, at_least=0)
+    check_least(settings, batches=1, seed=0)
     max_length = settings.max_length if settings.max_length is not None else default_max_length
-    require_count("max_length", max_length)
-    if max_length > MAX_DOCUMENT_TOKENS:
-        raise InputError(
-            f"max_length (by default tokens_per_rank) is {max_length}; a document has 1 to "
-            f"{MAX_DOCUMENT_TOKENS} tokens: give a smaller one"
-        )
+    check_range("max_length", max_length, 1, MAX_DOCUMENT_TOKENS)
     if (settings.lengths is None) == (settings.distribution is None):
-        raise InputError(
+        raise ValueError(
             "give either --lengths, a file, or --distribution, prolong or pretrain"
             + (", not both" if settings.lengths is not None else "")
         )
@@ -302,7 +296,7 @@ def _check_no_file_options(settings: LengthsSettings) -> None:
     used = ("field", settings.field, None), ("shuffle", settings.shuffle, True)
     for name, value, default in used:
         if value != default:
-            raise InputError(
+            raise ValueError(
                 f"{name} is {value}, and lengths are drawn from distribution "
                 f"{settings.distribution}; it is for a file: leave it out, or give --lengths"
             )
@@ -317,4 +311,4 @@ def _drawn(
             for i in range(settings.batches)
         ]
     except ValueError as error:
-        raise InputError(f"distribution: {error}") from error
+        raise ValueError(f"distribution: {error}") from error

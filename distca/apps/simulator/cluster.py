@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.apps.simulator.errors import (
-    InputError,
-    require_count,
-    require_not_negative,
-    require_positive,
-)
+from distca.contract.checks import check_least, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +36,19 @@ class ClusterSpec:
     linear_flops_per_second: float = 600e12
 
     def __post_init__(self) -> None:
-        for name in ("n_gpus", "tensor_parallel", "gpus_per_host"):
-            require_count(name, getattr(self, name))
-        for name in (
+        check_least(self, n_gpus=1, tensor_parallel=1, gpus_per_host=1, message_latency_seconds=0)
+        check_positive(
+            self,
             "gpu_bandwidth_bytes_per_second",
             "host_bandwidth_bytes_per_second",
             "linear_flops_per_second",
-        ):
-            require_positive(name, getattr(self, name))
-        require_not_negative("message_latency_seconds", self.message_latency_seconds)
+        )
         if self.n_gpus % self.tensor_parallel:
-            raise InputError(
+            raise ValueError(
                 f"n_gpus {self.n_gpus} is not a multiple of tensor_parallel {self.tensor_parallel}"
             )
         if self.gpus_per_host % self.tensor_parallel:
-            raise InputError(
+            raise ValueError(
                 f"gpus_per_host {self.gpus_per_host} is not a multiple of tensor_parallel "
                 f"{self.tensor_parallel}; a rank lies within one host"
             )

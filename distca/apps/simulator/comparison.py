@@ -17,7 +17,6 @@ from distca.apps.simulator.baselines import (
     repacked,
 )
 from distca.apps.simulator.disaggregated import DisaggregatedStep, mean, mean_step
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.profile import document_seconds
 from distca.apps.simulator.repacking import bins_in_order
 from distca.apps.simulator.setup import Setup
@@ -33,13 +32,11 @@ HIDDEN = "hidden gather, 1.2x tokens"
 Baseline = Callable[[Setup, Int64Array], float]
 
 BASELINES: Mapping[str, Baseline] = {
-    PLAIN: lambda setup, lengths: plain_packing(setup, lengths).seconds,
-    REPACKED: lambda setup, lengths: repacked(setup, lengths, 1.0).seconds,
-    SHARED: lambda setup, lengths: (
-        best_context_parallel(setup, lengths, 1.0, hidden_gather=False).seconds
-    ),
-    HIDDEN: lambda setup, lengths: (
-        best_context_parallel(setup, lengths, MEMORY_SLACK, hidden_gather=True).seconds
+    PLAIN: lambda setup, lengths: plain_packing(setup, lengths),
+    REPACKED: lambda setup, lengths: repacked(setup, lengths, 1.0),
+    SHARED: lambda setup, lengths: best_context_parallel(setup, lengths, 1.0, hidden_gather=False),
+    HIDDEN: lambda setup, lengths: best_context_parallel(
+        setup, lengths, MEMORY_SLACK, hidden_gather=True
     ),
 }
 """Step seconds of everything that disaggregation is compared with, by name. Those with context
@@ -117,7 +114,7 @@ def compare(
 def mean_comparison(steps: Sequence[Comparison]) -> Comparison:
     """The means over steps of one job."""
     if not steps:
-        raise InputError("no batches to simulate; give 1 or more")
+        raise ValueError("no batches to simulate; give 1 or more")
     return Comparison(
         n_gpus=steps[0].n_gpus,
         n_servers=steps[0].n_servers,

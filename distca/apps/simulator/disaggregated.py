@@ -20,7 +20,6 @@ from core_attention.manifest import Manifest
 from core_attention.plan import Plan, level_seconds
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 from core_attention.schedule_orders import Order, same_phase
-from distca.apps.simulator.errors import InputError, require_not_negative
 from distca.apps.simulator.fleet import build_servers
 from distca.apps.simulator.packing import pack_in_order, take_steps
 from distca.apps.simulator.ping_pong import (
@@ -37,6 +36,7 @@ from distca.apps.simulator.traffic import (
     join,
     server_endpoints,
 )
+from distca.contract.checks import check_least
 from distca.contract.settings import Placement
 
 _MOST_BYTES = 2.0**62
@@ -79,9 +79,8 @@ class Method:
 
     def __post_init__(self) -> None:
         if self.n_nano_batches not in (1, 2):
-            raise InputError(f"nano_batches is {self.n_nano_batches}; valid are 1 and 2")
-        if self.byte_budget is not None:
-            require_not_negative("byte_budget", self.byte_budget)
+            raise ValueError(f"nano_batches is {self.n_nano_batches}; valid are 1 and 2")
+        check_least(self, byte_budget=0)
 
 
 @dataclass(frozen=True)

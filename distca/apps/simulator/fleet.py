@@ -6,7 +6,6 @@ from control_plane.planner.planning import PlanningServer
 from core_attention.cost_model import CostProfile
 from core_attention.plan import PlanServer
 from distca.apps.simulator.cluster import ClusterSpec
-from distca.apps.simulator.errors import InputError, require_count
 from distca.contract.settings import Placement
 
 
@@ -24,12 +23,14 @@ def build_servers(
         n_pool_servers: 1 or more with a pool, 0 without.
     """
     if placement is Placement.IN_PLACE and n_pool_servers:
-        raise InputError(
+        raise ValueError(
             f"pool_servers is {n_pool_servers} with placement in-place; choose placement mixed or "
             "pool, or leave it 0"
         )
-    if placement is not Placement.IN_PLACE:
-        require_count(f"pool_servers (placement {placement})", n_pool_servers)
+    if placement is not Placement.IN_PLACE and n_pool_servers < 1:
+        raise ValueError(
+            f"pool_servers (placement {placement}) is {n_pool_servers}; it must be 1 or more"
+        )
     in_place = () if placement is Placement.POOL else range(cluster.n_ranks)
     names: list[tuple[str, int | None, int]] = [(f"rank-{rank}", rank, rank) for rank in in_place]
     names += [(f"pool-{i}", None, cluster.n_ranks + i) for i in range(n_pool_servers)]

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from core_attention.arrays import Int64Array
 from core_attention.manifest import MAX_DOCUMENT_TOKENS
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.packing import checked_lengths
 
 LENGTH_FIELDS = ("length", "n_tokens", "num_tokens", "token_count", "input_ids", "tokens", "text")
@@ -69,12 +68,12 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
             :class:`distca.apps.data.corpus.MemoryCorpus`.
     """
     if not (math.isfinite(bytes_per_token) and bytes_per_token >= LEAST_BYTES_PER_TOKEN):
-        raise InputError(
+        raise ValueError(
             f"bytes_per_token is {bytes_per_token}; it must be a finite number of "
             f"{LEAST_BYTES_PER_TOKEN} or more"
         )
     if not path.is_file():
-        raise InputError(f"lengths file {path} does not exist, or is no file")
+        raise ValueError(f"lengths file {path} does not exist, or is no file")
     readers: dict[str, Callable[[], FileLengths]] = {
         ".jsonl": lambda: _from_values(_jsonl_values(path, field), bytes_per_token),
         ".parquet": lambda: _from_parquet(path, field, bytes_per_token),
@@ -82,7 +81,7 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
         ".idx": lambda: FileLengths(_megatron_lengths(path), False),
     }
     if field is not None and path.suffix.lower() not in (".jsonl", ".parquet"):
-        raise InputError(
+        raise ValueError(
             f"field is {field!r}, and lengths file {path} has none; only .jsonl and .parquet have: "
             "leave field out, or give such a file"
         )
@@ -90,7 +89,7 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
     try:
         found = read()
     except OSError as error:
-        raise InputError(f"lengths file {path} cannot be read: {error}") from error
+        raise ValueError(f"lengths file {path} cannot be read: {error}") from error
     return FileLengths(checked_lengths(found.lengths, str(path)), found.estimated)
 
 
@@ -99,7 +98,7 @@ def _text_lengths(path: Path) -> Int64Array:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(
+        raise ValueError(
             f"lengths file {path} is no text ({error.reason}); valid are text with one number a "
             "line, .jsonl, .parquet, .npy and .idx"
         ) from error
@@ -109,7 +108,7 @@ def _text_lengths(path: Path) -> Int64Array:
         try:
             length = int(line)
         except ValueError:
-            raise InputError(
+            raise ValueError(
                 f"{path}, line {number}: {line.strip()[:40]!r} is no integer; a text file has one "
                 "length a line"
             ) from None
@@ -120,7 +119,7 @@ def _text_lengths(path: Path) -> Int64Array:
 def _not_beyond(length: int, where: str) -> int:
     """``length``, which int64 holds; whether it is positive is checked for the whole file."""
     if abs(length) > MAX_DOCUMENT_TOKENS:
-        raise InputError(
+        raise ValueError(
             f"{where}: length {reprlib.repr(length)} is out of range; a document has 1 to "
             f"{MAX_DOCUMENT_TOKENS} tokens"
         )
@@ -143,17 +142,17 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise InputError(
+        raise ValueError(
             f"{where}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
         ) from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: no JSON: {error.msg}") from error
+        raise ValueError(f"{where}: no JSON: {error.msg}") from error
     except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"{where}: JSON that cannot be read: {error}") from error
+        raise ValueError(f"{where}: JSON that cannot be read: {error}") from error
     except RecursionError as error:
-        raise InputError(f"{where}: JSON that is nested too deeply; leave that line out") from error
+        raise ValueError(f"{where}: JSON that is nested too deeply; leave that line out") from error
     if not isinstance(row, dict):
-        raise InputError(f"{where}: a JSON object is expected, not {reprlib.repr(row)}")
+        raise ValueError(f"{where}: a JSON object is expected, not {reprlib.repr(row)}")
     return row
 
 
@@ -163,16 +162,16 @@ def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> File
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise InputError(f"reading {path} needs pyarrow: pip install 'distca[trainer]'") from error
+        raise ValueError(f"reading {path} needs pyarrow: pip install 'distca[trainer]'") from error
     try:
         names = pq.read_schema(path).names
         column = pq.read_table(
             path, columns=[_choose_field(field, names, str(path), "column")]
         ).column(0)
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"lengths file {path} is no Parquet file: {error}") from error
+        raise ValueError(f"lengths file {path} is no Parquet file: {error}") from error
     if column.null_count:
-        raise InputError(f"{path}: {column.null_count} documents have no value")
+        raise ValueError(f"{path}: {column.null_count} documents have no value")
     kind = column.type
     if pa.types.is_integer(kind):
         return FileLengths(column.to_numpy(), False)
@@ -181,7 +180,7 @@ def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> File
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         nbytes = pc.binary_length(column).to_numpy()
         return FileLengths(_estimate(nbytes, bytes_per_token), True)
-    raise InputError(
+    raise ValueError(
         f"{path}: the column has type {kind}; valid are integers, lists of token ids and texts"
     )
 
@@ -190,15 +189,15 @@ def _numpy_lengths(path: Path) -> Int64Array:
     try:
         values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, SyntaxError, EOFError, tokenize.TokenError, zipfile.BadZipFile) as error:
-        raise InputError(f"lengths file {path} is no numpy array: {error}") from error
+        raise ValueError(f"lengths file {path} is no numpy array: {error}") from error
     if isinstance(values, np.lib.npyio.NpzFile):
         values.close()
-        raise InputError(
+        raise ValueError(
             f"lengths file {path} is an archive of arrays (.npz); save the one with the lengths by "
             "numpy.save"
         )
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise InputError(
+        raise ValueError(
             f"{path} holds an array of shape {values.shape} and dtype {values.dtype}; a "
             "one-dimensional array of integers is expected"
         )
@@ -211,16 +210,16 @@ def _megatron_lengths(path: Path) -> Int64Array:
     data = path.read_bytes()
     start = len(_MEGATRON_MAGIC) + _MEGATRON_HEADER.size
     if not data.startswith(_MEGATRON_MAGIC) or len(data) < start:
-        raise InputError(f"{path} is no index of a Megatron-LM data set: it begins otherwise")
+        raise ValueError(f"{path} is no index of a Megatron-LM data set: it begins otherwise")
     _, _, n_sequences, n_bounds = _MEGATRON_HEADER.unpack_from(data, len(_MEGATRON_MAGIC))
     bounds_at = start + n_sequences * (4 + 8)  # int32 lengths, then int64 pointers
     if len(data) < bounds_at + n_bounds * 8:
-        raise InputError(f"{path} ends early: {n_sequences} sequences, {n_bounds} bounds announced")
+        raise ValueError(f"{path} ends early: {n_sequences} sequences, {n_bounds} bounds announced")
     sequences = np.frombuffer(data, "<i4", n_sequences, start).astype(np.int64)
     bounds = np.frombuffer(data, "<i8", n_bounds, bounds_at)
     bad = np.flatnonzero((bounds < 0) | (bounds > n_sequences))
     if bad.size:
-        raise InputError(
+        raise ValueError(
             f"{path}: bound number {bad[0] + 1} is {bounds[bad[0]]}; with {n_sequences} sequences "
             f"it must be 0 to {n_sequences}: write the index again"
         )
@@ -234,7 +233,7 @@ def _choose_field(field: str | None, names: Iterable[str], where: str, what: str
         if name in names:
             return name
     missing = f"no {what} {field!r}" if field is not None else f"none of {', '.join(wanted)}"
-    raise InputError(f"{where}: {missing}; there are {', '.join(names)}: name one with --field")
+    raise ValueError(f"{where}: {missing}; there are {', '.join(names)}: name one with --field")
 
 
 def _from_values(values: Iterable[tuple[str, Any]], bytes_per_token: float) -> FileLengths:
@@ -251,7 +250,7 @@ def _from_values(values: Iterable[tuple[str, Any]], bytes_per_token: float) -> F
                 estimated = True
                 lengths.append(max(1, math.ceil(_utf8_bytes(value) / bytes_per_token)))
             case _:
-                raise InputError(
+                raise ValueError(
                     f"{where}: {reprlib.repr(value)} is no length; valid are integers, lists "
                     "of token ids and texts"
                 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from core_attention.shape import AttentionShape
-from distca.apps.simulator.errors import InputError, require_count
+from distca.contract.checks import check_least
 
 _OPERATIONS_PER_WEIGHT = 2
 """A multiply and an add for each weight and token of a matrix product."""
@@ -26,9 +29,7 @@ class LatentProjections:
     q_rank: int | None = None
 
     def __post_init__(self) -> None:
-        for field, value in vars(self).items():
-            if value is not None:
-                require_count(field, value)
+        check_least(self, **dict.fromkeys(vars(self), 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +62,13 @@ class ModelSpec:
     vocab_size: int = 128256
 
     def __post_init__(self) -> None:
-        for field, value in vars(self).items():
-            if field not in ("name", "latent") and value is not None:
-                require_count(field, value)
+        check_least(self, **dict.fromkeys(vars(self).keys() - {"name", "latent"}, 1))
         if self.num_heads % self.num_heads_kv:
-            raise InputError(
+            raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_heads_kv {self.num_heads_kv}"
             )
         if self.latent is not None and self.head_dim <= self.latent.rope_dim:
-            raise InputError(
+            raise ValueError(
                 f"head_dim is {self.head_dim}; with latent attention it must exceed the "
                 f"{self.latent.rope_dim} dimensions of rotary positions"
             )
@@ -118,64 +117,16 @@ class ModelSpec:
         return _OPERATIONS_PER_WEIGHT * self.hidden_size * self.vocab_size
 
 
+def _read(name: str, row: dict[str, Any]) -> ModelSpec:
+    latent = LatentProjections(**row.pop("latent")) if "latent" in row else None
+    return ModelSpec(name=name, latent=latent, **row)
+
+
 PRESETS = {
-    "llama-3-8b": ModelSpec(
-        name="llama-3-8b",
-        n_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_heads_kv=8,
-    ),
-    # The 34B of the paper: 48 layers, width 8192, 64 heads, 16 of them for keys and values. The
-    # feed-forward width, which the paper does not give, is Code Llama 34B's; with it the layers
-    # hold 34 billion weights.
-    "llama-34b": ModelSpec(
-        name="llama-34b",
-        n_layers=48,
-        hidden_size=8192,
-        intermediate_size=22016,
-        num_heads=64,
-        num_heads_kv=16,
-    ),
-    # Mixtures of experts: intermediate_size is that of the routed and shared experts of a token,
-    # which is also about what the first, dense layers have.
-    "deepseek-v2-lite": ModelSpec(
-        name="deepseek-v2-lite",
-        n_layers=27,
-        hidden_size=2048,
-        intermediate_size=8 * 1408,
-        num_heads=16,
-        num_heads_kv=16,
-        head_dim=192,
-        head_dim_v=128,
-        latent=LatentProjections(kv_rank=512, rope_dim=64),
-        vocab_size=102400,
-    ),
-    "deepseek-v2": ModelSpec(
-        name="deepseek-v2",
-        n_layers=60,
-        hidden_size=5120,
-        intermediate_size=8 * 1536,
-        num_heads=128,
-        num_heads_kv=128,
-        head_dim=192,
-        head_dim_v=128,
-        latent=LatentProjections(kv_rank=512, rope_dim=64, q_rank=1536),
-        vocab_size=102400,
-    ),
-    "deepseek-v3": ModelSpec(
-        name="deepseek-v3",
-        n_layers=61,
-        hidden_size=7168,
-        intermediate_size=9 * 2048,
-        num_heads=128,
-        num_heads_kv=128,
-        head_dim=192,
-        head_dim_v=128,
-        latent=LatentProjections(kv_rank=512, rope_dim=64, q_rank=1536),
-        vocab_size=129280,
-    ),
+    name: _read(name, row)
+    for name, row in tomllib.loads(
+        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
+    ).items()
 }
 
 
@@ -184,4 +135,4 @@ def preset(name: str) -> ModelSpec:
     try:
         return PRESETS[name]
     except KeyError:
-        raise InputError(f"model is {name!r}; valid are {', '.join(sorted(PRESETS))}") from None
+        raise ValueError(f"model is {name!r}; valid are {', '.join(sorted(PRESETS))}") from None

@@ -13,21 +13,20 @@ from core_attention.manifest import (
     Segment,
     SegmentColumns,
 )
-from distca.apps.simulator.errors import InputError, require_count
 
 
 def checked_lengths(lengths: ArrayLike, source: str) -> Int64Array:
     """``lengths`` as int64."""
     values = np.asarray(lengths)
     if values.ndim != 1 or values.size == 0:
-        raise InputError(f"{source} holds no document lengths; give one integer per document")
+        raise ValueError(f"{source} holds no document lengths; give one integer per document")
     try:
         whole = values.astype(np.int64)
         bad = np.flatnonzero((whole != values) | (whole < 1) | (whole > MAX_DOCUMENT_TOKENS))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{source} holds values that are no integers: {error}") from error
+        raise ValueError(f"{source} holds values that are no integers: {error}") from error
     if bad.size:
-        raise InputError(
+        raise ValueError(
             f"{source}: length number {bad[0] + 1} is {values[bad[0]]}; a document has 1 to "
             f"{MAX_DOCUMENT_TOKENS} tokens: leave empty documents out"
         )
@@ -36,7 +35,6 @@ def checked_lengths(lengths: ArrayLike, source: str) -> Int64Array:
 
 def split_long(lengths: Int64Array, max_length: int) -> Int64Array:
     """Documents longer than ``max_length`` cut into pieces of it, each a document of its own."""
-    require_count("max_length", max_length)
     pieces = -(-lengths // max_length)
     out = np.full(int(pieces.sum()), max_length, dtype=np.int64)
     out[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * max_length
@@ -48,11 +46,9 @@ def take_steps(lengths: Int64Array, n_steps: int, step_tokens: int) -> list[Int6
 
     The document that crosses the end of a step is cut there and its rest opens the next one.
     """
-    require_count("n_steps", n_steps)
-    require_count("step_tokens", step_tokens)
     total = int(lengths.sum())
     if total < n_steps * step_tokens:
-        raise InputError(
+        raise ValueError(
             f"the documents hold {total} tokens, {n_steps} steps of {step_tokens} tokens need "
             f"{n_steps * step_tokens}: ask for fewer steps, ranks or tokens per rank, or give "
             "more documents"
@@ -168,21 +164,18 @@ def rank_manifests(manifest: Manifest) -> list[RankManifest]:
 def check_tokens(
     lengths: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int
 ) -> None:
-    """Raises :class:`InputError` unless the documents fill the ranks and nano-batches exactly."""
-    require_count("n_ranks", n_ranks)
+    """Raises ``ValueError`` unless the documents fill the ranks and nano-batches exactly."""
     _check_rows(tokens_per_rank, n_nano_batches)
     if int(lengths.sum()) != n_ranks * tokens_per_rank:
-        raise InputError(
+        raise ValueError(
             f"the documents hold {int(lengths.sum())} tokens; {n_ranks} ranks of "
             f"{tokens_per_rank} take {n_ranks * tokens_per_rank}"
         )
 
 
 def _check_rows(tokens_per_rank: int, n_nano_batches: int) -> None:
-    require_count("tokens_per_rank", tokens_per_rank)
-    require_count("n_nano_batches", n_nano_batches)
     if tokens_per_rank % n_nano_batches:
-        raise InputError(
+        raise ValueError(
             f"tokens_per_rank {tokens_per_rank} is not a multiple of nano_batches "
             f"{n_nano_batches}; give a multiple, {n_nano_batches} or more, or nano_batches 1"
         )

@@ -25,7 +25,6 @@ import numpy as np
 
 from core_attention.arrays import Float64Array, Int64Array
 from distca.apps.simulator.cluster import ClusterSpec
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.traffic import Messages, port_seconds
 
 LINEAR, ATTENTION = "linear", "attention"
@@ -83,7 +82,7 @@ def stack_seconds(nano_batches: tuple[NanoBatchTimes, ...], n_layers: int) -> fl
         n_layers: 0 or more.
     """
     if len(nano_batches) not in (1, 2):
-        raise InputError(f"{len(nano_batches)} nano-batches; ping-pong has 1 or 2")
+        raise ValueError(f"{len(nano_batches)} nano-batches; ping-pong has 1 or 2")
     in_turn = [step for _ in range(n_layers) for step in _one_layer(len(nano_batches))]
     seconds = _longest_path(nano_batches, in_turn)
     if len(nano_batches) == 2:

@@ -8,7 +8,6 @@ import numpy as np
 
 from core_attention.arrays import Float64Array
 from core_attention.schedule import Action, Kind, Schedule
-from distca.apps.simulator.errors import InputError
 
 
 def schedule_seconds(schedule: Schedule, seconds: Mapping[Kind, Float64Array]) -> Float64Array:
@@ -33,7 +32,7 @@ def schedule_seconds(schedule: Schedule, seconds: Mapping[Kind, Float64Array]) -
         or first[0] != n_microbatches
         or set(shapes.values()) != {first}
     ):
-        raise InputError(
+        raise ValueError(
             f"schedule {schedule.name} needs seconds of {', '.join(sorted(kinds))}, each "
             f"[{n_microbatches}, n_pipelines]; their shapes are "
             f"{[shapes[kind] for kind in sorted(kinds)]}"

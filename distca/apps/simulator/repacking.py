@@ -10,7 +10,6 @@ import numpy as np
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.packing import pack_in_order
 from distca.apps.simulator.profile import document_seconds
 
@@ -77,7 +76,7 @@ def repack(
     """
     total = int(lengths.sum())
     if total > n_bins * cap_tokens:
-        raise InputError(f"{n_bins} bins of {cap_tokens} tokens cannot hold {total} tokens")
+        raise ValueError(f"{n_bins} bins of {cap_tokens} tokens cannot hold {total} tokens")
     candidates = (
         _repack_under(
             lengths, forward_seconds, backward_seconds, linear_seconds_per_token, n_bins, cap

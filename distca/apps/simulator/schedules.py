@@ -16,7 +16,6 @@ from distca.apps.simulator.disaggregated import (
     mean,
     mean_step,
 )
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.packing import as_trained
 from distca.apps.simulator.setup import Setup, stage_layers
 from distca.apps.simulator.verdict import (
@@ -93,9 +92,9 @@ def compare_schedules(
         left_out: why schedules are missing; copied into the result.
     """
     if not batches:
-        raise InputError("no batches to simulate; give 1 or more")
+        raise ValueError("no batches to simulate; give 1 or more")
     if in_flight_limit is not None and not in_flight_limit >= 1:
-        raise InputError(f"in_flight is {in_flight_limit}; it must be 1 or more microbatches")
+        raise ValueError(f"in_flight is {in_flight_limit}; it must be 1 or more microbatches")
     batches = [
         as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_parts)
         for batch in batches
@@ -104,7 +103,7 @@ def compare_schedules(
         n_gpus=setup.cluster.n_gpus,
         times=[_times(setup, batches, method, name, order) for name, order in orders.items()],
         balanced_1f1b_seconds=mean(balanced_seconds(setup, batch) for batch in batches),
-        plain_1f1b_seconds=mean(plain_packing(setup, batch).seconds for batch in batches),
+        plain_1f1b_seconds=mean(plain_packing(setup, batch) for batch in batches),
         in_flight_limit=in_flight_limit or _one_f_one_b_in_flight(setup),
         left_out=left_out,
     )
@@ -116,7 +115,7 @@ def fitting_orders(setup: Setup) -> tuple[dict[str, Order], list[str]]:
     for name, order in SCHEDULES.items():
         try:
             stage_layers(setup, order(setup.n_stages, setup.n_microbatches))
-        except (InputError, ScheduleError) as error:
+        except (ValueError, ScheduleError) as error:
             left_out.append(str(error))
         else:
             orders[name] = order
@@ -137,8 +136,8 @@ def _times(
     return ScheduleTimes(
         name=name,
         in_flight=order(setup.n_stages, setup.n_microbatches).peak_in_flight,
-        plain_seconds=mean(plain_packing(setup, batch, order).seconds for batch in batches),
-        repacked_seconds=mean(repacked(setup, batch, 1.0, order).seconds for batch in batches),
+        plain_seconds=mean(plain_packing(setup, batch, order) for batch in batches),
+        repacked_seconds=mean(repacked(setup, batch, 1.0, order) for batch in batches),
         balanced_seconds=mean(balanced_seconds(setup, batch, order) for batch in batches),
         pooled={EVEN: pooled(idle_aware=False), IDLE_AWARE: pooled(idle_aware=True)},
     )

@@ -9,9 +9,9 @@ from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.schedule import Kind, Schedule
 from distca.apps.simulator.cluster import ClusterSpec
-from distca.apps.simulator.errors import InputError, require_count, require_not_negative
 from distca.apps.simulator.model import ModelSpec
 from distca.apps.simulator.profile import rank_profile
+from distca.contract.checks import check_least
 
 _MATRIX_PRODUCTS = {
     Kind.FORWARD: 1,
@@ -47,17 +47,15 @@ class Setup:
     gradient_sync_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_rank", "n_stages", "n_microbatches"):
-            require_count(name, getattr(self, name))
-        require_not_negative("gradient_sync_seconds", self.gradient_sync_seconds)
+        check_least(self, tokens_per_rank=1, n_stages=1, n_microbatches=1, gradient_sync_seconds=0)
         if self.cluster.n_ranks % self.n_stages:
-            raise InputError(
+            raise ValueError(
                 f"{self.cluster.n_ranks} ranks ({self.cluster.n_gpus} GPUs, "
                 f"{self.cluster.tensor_parallel} a rank) cannot form pipelines of {self.n_stages} "
                 "stages: n_stages must divide the ranks"
             )
         if self.model.n_layers % self.n_stages:
-            raise InputError(
+            raise ValueError(
                 f"{self.model.n_layers} layers cannot be divided over {self.n_stages} stages: "
                 "n_stages must divide them"
             )
@@ -104,10 +102,10 @@ def stage_layers(setup: Setup, schedule: Schedule) -> int:
     """Layers of each stage of ``schedule``.
 
     Raises:
-        InputError: the stages cannot have equally many.
+        ValueError: the stages cannot have equally many.
     """
     if setup.model.n_layers % schedule.n_stages:
-        raise InputError(
+        raise ValueError(
             f"{setup.model.n_layers} layers cannot be divided over the {schedule.n_stages} stages "
             f"of schedule {schedule.name}"
         )

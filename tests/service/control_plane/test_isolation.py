@@ -71,5 +71,5 @@ def test_one_that_stays_silent_loses_its_lease_while_others_are_heard(
         client.heartbeat(heard)
         control_plane.pass_time(LEASE_SECONDS / 3)
     assert n_servers(client) == 1
-    with fails(rpc.Reason.LEASE_EXPIRED):
+    with fails(rpc.Reason.FENCED):
         client.heartbeat(silent)

@@ -35,7 +35,7 @@ from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.addresses import split_address
 from distca.contract.settings import TlsFiles
-from distca.machine_errors import ExposedSecretError, ListenError, PathError
+from distca.machine_errors import ListenError, PathError, SecretError
 from distca.v1 import membership_pb2
 from tests import ROOT
 from tests.support.errors import fails
@@ -162,10 +162,10 @@ def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_secret_that_everybody_may_use_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "secret"
     write_whole(path, b"s" * 32, mode=mode)
-    with pytest.raises(ExposedSecretError):
+    with pytest.raises(SecretError):
         start(access=AccessSettings(token_secret_file=path))
     path.rename(tmp_path / "token-secret")
-    with pytest.raises(ExposedSecretError):
+    with pytest.raises(SecretError):
         start(state_dir=tmp_path)
 
 

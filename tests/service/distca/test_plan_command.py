@@ -186,7 +186,7 @@ def test_model_numbers_can_be_changed() -> None:
             "field is n, and lengths are drawn from distribution prolong",
         ),
         (("--distribution", "prolong", "--no-shuffle"), "shuffle is False, and lengths are drawn"),
-        (("--distribution", "zipf"), "InputError: distribution: name is 'zipf'; valid are"),
+        (("--distribution", "zipf"), "ValueError: distribution: name is 'zipf'; valid are"),
         (("--lengths", "none.txt"), "none.txt does not exist"),
         (("--distribution", "prolong", "--lengths", "none.txt"), "not both"),
         (("--distribution", "prolong", "--tolerance", "-0.1"), "tolerance is -0.1"),

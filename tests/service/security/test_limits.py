@@ -137,7 +137,7 @@ def test_a_refusal_does_not_stop_others(control_plane: ControlPlane, pki: Pki) -
         )
         denied = noisy.channel.unary_unary("/distca.v1.Jobs/OpenJob")
         for _ in range(50):
-            with fails(rpc.Reason.WRONG_TOKEN):
+            with fails(rpc.Reason.WRONG_ROLE):
                 denied(b"", metadata=[(JOB_TOKEN_KEY, b"x")])
             quiet.membership.ListServers(membership_pb2.ListServersRequest())
 

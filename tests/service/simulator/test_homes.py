@@ -10,7 +10,6 @@ import pytest
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from distca.apps.simulator.disaggregated import Method, disaggregated_step
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.homes import planned_homes
 from distca.apps.simulator.model import PRESETS
 from tests.unit.simulator.cases import K, documents, h200, setup
@@ -56,5 +55,5 @@ def test_documents_that_do_not_divide_into_nano_batches_are_cut() -> None:
 def test_tokens_must_match() -> None:
     of = setup(4)
     pack = planned_homes(of.rank_profile, OPTIONS)
-    with pytest.raises(InputError, match="the documents hold"):
+    with pytest.raises(ValueError, match="the documents hold"):
         pack(documents(of), 3, of.tokens_per_rank, 1)

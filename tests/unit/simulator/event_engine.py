@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distca.apps.simulator.errors import InputError, require_not_negative
+from distca.contract.checks import check_least
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Job:
     priority: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        require_not_negative("seconds", self.seconds)
+        check_least(self, seconds=0)
 
 
 def run(jobs: Sequence[Job]) -> list[float]:
     """When each job ends, all of them being known at time 0.
 
     Raises:
-        InputError: some jobs can never start, because they wait for one another.
+        ValueError: some jobs can never start, because they wait for one another.
     """
     waiting = [len(set(job.after)) for job in jobs]
     followers: list[list[int]] = [[] for _ in jobs]
@@ -66,7 +66,7 @@ def run(jobs: Sequence[Job]) -> list[float]:
     ended = [time for time in end if time is not None]
     if len(ended) < len(jobs):
         stuck = [index for index, time in enumerate(end) if time is None]
-        raise InputError(f"jobs {stuck[:8]} wait for one another and can never start")
+        raise ValueError(f"jobs {stuck[:8]} wait for one another and can never start")
     return ended
 
 

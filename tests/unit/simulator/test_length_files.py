@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from distca.apps.data.sources import open_corpus
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.length_files import read_lengths
 
 
@@ -94,7 +93,7 @@ def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
 def test_a_megatron_bound_beyond_the_sequences_is_named(tmp_path: Path, bound: int) -> None:
     path = tmp_path / "a.idx"
     write_megatron_index(path, [4, 6, 5], [0, bound, 3])
-    with pytest.raises(InputError, match=f"a.idx: bound number 2 is {bound};.* must be 0 to 3"):
+    with pytest.raises(ValueError, match=f"a.idx: bound number 2 is {bound};.* must be 0 to 3"):
         read_lengths(path)
 
 
@@ -132,7 +131,7 @@ def _npy_with_header(text: str) -> bytes:
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(ValueError, match=message):
         read_lengths(path)
 
 
@@ -140,22 +139,22 @@ def test_a_parquet_file_whose_names_are_no_text_is_named(tmp_path: Path) -> None
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"length": [1], "wantfor": [2]}), path, store_schema=False)
     path.write_bytes(path.read_bytes().replace(b"wantfor", b"want\xffor"))
-    with pytest.raises(InputError, match=r"a\.parquet is no Parquet file"):
+    with pytest.raises(ValueError, match=r"a\.parquet is no Parquet file"):
         read_lengths(path)
 
 
 def test_a_missing_file_and_a_missing_column_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(ValueError, match="does not exist"):
         read_lengths(tmp_path / "none.txt")
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"length": [1, 2]}), path)
-    with pytest.raises(InputError, match="no column 'size'; there are length"):
+    with pytest.raises(ValueError, match="no column 'size'; there are length"):
         read_lengths(path, "size")
     pq.write_table(pa.table({"length": [0.5]}), path)
-    with pytest.raises(InputError, match="has type double"):
+    with pytest.raises(ValueError, match="has type double"):
         read_lengths(path)
     pq.write_table(pa.table({"length": pa.array([1, None])}), path)
-    with pytest.raises(InputError, match="1 documents have no value"):
+    with pytest.raises(ValueError, match="1 documents have no value"):
         read_lengths(path)
 
 
@@ -163,14 +162,14 @@ def test_a_missing_file_and_a_missing_column_are_named(tmp_path: Path) -> None:
 def test_a_field_of_a_file_without_fields_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("12")
-    with pytest.raises(InputError, match=f"field is 'n', and lengths file {path} has none"):
+    with pytest.raises(ValueError, match=f"field is 'n', and lengths file {path} has none"):
         read_lengths(path, "n")
 
 
 def test_an_archive_of_arrays_is_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", lengths=np.array([3]))
     path = (tmp_path / "a.npz").rename(tmp_path / "a.npy")
-    with pytest.raises(InputError, match="is an archive of arrays"):
+    with pytest.raises(ValueError, match="is an archive of arrays"):
         read_lengths(path)
 
 
@@ -178,12 +177,12 @@ def test_an_archive_of_arrays_is_named(tmp_path: Path) -> None:
 def test_a_token_has_some_bytes(tmp_path: Path, bytes_per_token: float) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc"}\n')
-    with pytest.raises(InputError, match=f"bytes_per_token is {bytes_per_token}; it must be"):
+    with pytest.raises(ValueError, match=f"bytes_per_token is {bytes_per_token}; it must be"):
         read_lengths(path, bytes_per_token=bytes_per_token)
 
 
 def test_an_array_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.zeros((2, 2)))
-    with pytest.raises(InputError, match=r"shape \(2, 2\) and dtype float64"):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) and dtype float64"):
         read_lengths(path)

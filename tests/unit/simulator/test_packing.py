@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.packing import (
     pack_and_cut,
     pack_in_order,
@@ -57,7 +56,7 @@ def test_steps_take_documents_in_order_and_cut_the_last_one() -> None:
 
 
 def test_too_few_tokens_say_how_many_are_needed() -> None:
-    with pytest.raises(InputError, match="hold 9 tokens, 2 steps of 8 tokens need 16"):
+    with pytest.raises(ValueError, match="hold 9 tokens, 2 steps of 8 tokens need 16"):
         take_steps(np.array([9]), n_steps=2, step_tokens=8)
 
 

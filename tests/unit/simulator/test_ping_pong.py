@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.ping_pong import (
     NanoBatchTimes,
     PortTransfer,
@@ -80,5 +79,5 @@ def test_the_stack_lies_between_its_bounds(
 
 
 def test_three_nano_batches_are_refused() -> None:
-    with pytest.raises(InputError, match="3 nano-batches"):
+    with pytest.raises(ValueError, match="3 nano-batches"):
         stack_seconds((alike(1, 1, 1, 1),) * 3, 1)

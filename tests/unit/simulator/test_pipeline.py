@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from core_attention.schedule import Kind
 from core_attention.schedule_orders import interleaved, one_f_one_b, same_phase, zero_bubble
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.pipeline import schedule_seconds
 
 SIZES = (st.integers(1, 6), st.integers(1, 9))
@@ -79,7 +78,7 @@ def test_interleaving_and_backwards_in_two_parts_make_bubbles_smaller() -> None:
 
 def test_missing_and_misshapen_seconds_are_named() -> None:
     ones = np.ones((2, 1))
-    with pytest.raises(InputError, match=r"needs seconds of B, F, each \[2, n_pipelines\]"):
+    with pytest.raises(ValueError, match=r"needs seconds of B, F, each \[2, n_pipelines\]"):
         schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones})
-    with pytest.raises(InputError, match=r"shapes are \[\(3, 1\), \(2, 1\)\]"):
+    with pytest.raises(ValueError, match=r"shapes are \[\(3, 1\), \(2, 1\)\]"):
         schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones, Kind.BACKWARD: np.ones((3, 1))})

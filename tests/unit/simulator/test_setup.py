@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from core_attention.ca_task import Phase
-from distca.apps.simulator.errors import InputError
 from distca.apps.simulator.fleet import build_servers
 from distca.apps.simulator.model import PRESETS
 from distca.apps.simulator.profile import document_seconds
@@ -83,7 +82,7 @@ def test_servers_follow_the_placement() -> None:
     assert names(Placement.IN_PLACE, 0) == ["rank-0", "rank-1"]
     assert names(Placement.POOL, 1) == ["pool-0"]
     assert names(Placement.MIXED, 1) == ["rank-0", "rank-1", "pool-0"]
-    with pytest.raises(InputError, match="pool_servers is 1 with placement in-place"):
+    with pytest.raises(ValueError, match="pool_servers is 1 with placement in-place"):
         names(Placement.IN_PLACE, 1)
-    with pytest.raises(InputError, match=r"pool_servers \(placement pool\) is 0"):
+    with pytest.raises(ValueError, match=r"pool_servers \(placement pool\) is 0"):
         names(Placement.POOL, 0)
