@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     )
     from trainer_client.hooks.checkpointing import checkpoint
     from trainer_client.local_attention.at_home import at_home
-    from trainer_client.loops.feed import submit_ahead
     from trainer_client.loops.fsdp import prepare_fsdp
     from trainer_client.loops.loss_weight import labels_per_rank
     from trainer_client.options import Placement
@@ -28,13 +27,11 @@ if TYPE_CHECKING:
     from trainer_client.session_options import SessionOptions
     from trainer_client.step.lane import in_nano_batch
     from trainer_client.step.operation import core_attention
-    from trainer_client.step.ping_pong import PingPong
     from trainer_client.step.step_report import StepReport, TraceEvent
 
 _MODULES = {
     "AttentionShape": "core_attention.shape",
     "CoreAttentionFailed": "trainer_client.errors",
-    "PingPong": "trainer_client.step.ping_pong",
     "Pipeline": "trainer_client.pipelines.pipelining",
     "Pipelining": "core_attention.pipelining",
     "Placement": "trainer_client.options",
@@ -54,13 +51,11 @@ _MODULES = {
     "measure_stages": "trainer_client.pipelines.stage_seconds",
     "prepare_fsdp": "trainer_client.loops.fsdp",
     "schedule_of": "trainer_client.pipelines.pipelining",
-    "submit_ahead": "trainer_client.loops.feed",
 }
 
 __all__ = [
     "AttentionShape",
     "CoreAttentionFailed",
-    "PingPong",
     "Pipeline",
     "Pipelining",
     "Placement",
@@ -80,7 +75,6 @@ __all__ = [
     "measure_stages",
     "prepare_fsdp",
     "schedule_of",
-    "submit_ahead",
 ]
 
 

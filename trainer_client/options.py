@@ -57,8 +57,8 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
         cut_documents: whole packed rows are split in their middle, whatever document lies there:
-            with ``turns_inside`` and ``serve_trainer``, so that one long document takes turns with
-            itself. Manifests of your own may cut documents in any case.
+            with ``attach(turns=2)``, so that one long document takes turns with itself. Manifests
+            of your own may cut documents in any case.
         shape: heads, head dims and dtype of the model's core attention; under tensor parallelism
             the heads of one rank.
         pipelining: of ranks that form pipelines: their schedule, and what a stage computes beside
@@ -162,7 +162,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
 
     def _check_cut_documents(self) -> None:
         refusals = (
-            (self.n_nano_batches != 2, f"n_nano_batches is {self.n_nano_batches}, and two are cut"),
+            (self.n_nano_batches % 2 == 1, f"of {self.n_nano_batches} nano-batches two are cut"),
             (
                 self.pipelining is not None,
                 "the rows of a pipeline's microbatches lie as they are submitted: give a document "

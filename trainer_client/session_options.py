@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from trainer_client.hooks.tensor_parallel import with_group
-from trainer_client.models.probe import probe_model
+from trainer_client.models.found_options import options_of_model
 from trainer_client.options import RankOptions
 
 
@@ -16,30 +14,19 @@ class SessionOptions(RankOptions):
     """Options with which a rank joins a job: those of :class:`RankOptions`."""
 
     @classmethod
-    def for_model(
-        cls, model: nn.Module, *, inputs: Mapping[str, Any] | None = None, **options: Any
-    ) -> SessionOptions:
-        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` are found by one
-        forward of a few tokens. The model is left as it was, and nothing is sent.
+    def for_model(cls, model: nn.Module, **options: Any) -> SessionOptions:
+        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` follow from the
+        models of transformers in ``model``. They run a few tokens, without gradients, and are left
+        as they were; nothing is sent.
 
         Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
-        its steps are, and before its weights are sharded by ``fully_shard``.
-        DistributedDataParallel, PingPong, ``torch.compile`` and adapters may be around it.
-
-        Under tensor parallelism call it after that was applied, on all ranks of a group together:
-        ``shape`` is then what one rank has, and ``tensor_parallel_ranks`` are found too.
-
-        Args:
-            model: what calls core attention.
-            inputs: keyword arguments of one forward; not needed for models of transformers.
-            options: of the session. Those that the probe finds are checked against it.
+        its steps are. Where weights are sharded, all ranks call it together. Under tensor
+        parallelism ``shape`` is what one rank has, and ``tensor_parallel_ranks`` are found too.
 
         Raises:
-            SessionError: the model's weights are sharded by ``fully_shard`` or on the meta device,
-                it does not call core attention, or its calls differ in shape, dtype or scale; the
-                heads cannot be divided among tensor-parallel ranks, or these disagree.
-            ValueError: an option has an invalid value or contradicts the model, or ``inputs`` are
-                needed.
+            SessionError: no model has served core attention, or its calls differ in shape, dtype or
+                scale; tensor-parallel ranks disagree, or do not divide the heads.
+            ValueError: an option is invalid or contradicts the model, or the model cannot be served
+                (``trainer_client.models.transformers.UnsupportedModel``).
         """
-        found = probe_model(model, inputs)
-        return cls(**with_group(model, found.complete(options)))
+        return cls(**options_of_model(model, options))

@@ -1,7 +1,6 @@
 """A user's own training loop: a Llama of transformers as it is, DDP, activation checkpoints.
 
-The loop is that of docs/training_loops.md, without a barrier on the host. Every way trains on the
-same documents, in processes of its own:
+Every way trains on the same documents, without a barrier on the host, in processes of its own:
 
 * plain: FlashAttention-4 on each rank's packed row (``benchmarks.gpu.end_to_end``'s plain packing);
 * attached: ``distca.attach``, with servers inside the trainers;
@@ -53,12 +52,8 @@ from core_attention.manifest import RankManifest
 from distca.apps.data.batch import IGNORED_LABEL
 from distca.apps.local.supervisor import Supervisor
 from distca.apps.train.language_model import LanguageModel
-from trainer_client import (
-    PingPong,
-    Placement,
-    Session,
-    SessionOptions,
-)
+from trainer_client import Placement, Session, SessionOptions
+from trainer_client.step.ping_pong import PingPong
 
 MPS = "nvidia-cuda-mps-control"
 DRIVER_FOLDERS = "/usr/local/nvidia/bin:/usr/local/cuda/bin"

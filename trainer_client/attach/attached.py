@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
+from distca.contract.checks import check_range
 from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.attach.own_forwards import OwnForwards
 from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
@@ -37,6 +38,7 @@ def attach(
     job: str | None = None,
     placement: str | None = None,
     open_steps: int = OPEN_STEPS,
+    turns: int = 1,
     **options: Any,
 ) -> Attached:
     """Serves the core attention of ``model`` from its next forward with gradients on. The ranks of
@@ -49,6 +51,8 @@ def attach(
         job: its name; None: ``DISTCA_JOB``, or else the id of torchrun's run.
         placement: pool, in-place or mixed; None: ``DISTCA_PLACEMENT``, or else in-place.
         open_steps: forward passes that may wait for their backward passes at a time.
+        turns: parts of a forward's rows that take turns inside a decoder of transformers, so that
+            one computes while the rows of another travel: 2 for pools and slow links.
         options: of :class:`trainer_client.SessionOptions`.
 
     Raises:
@@ -57,7 +61,7 @@ def attach(
     """
     given = {"control_plane": control_plane, "job": job, "placement": placement, **options}
     known = {name: value for name, value in given.items() if value is not None}
-    return Attached(model, open_steps, {**_of_environment(), **known})
+    return Attached(model, open_steps, turns, {**_of_environment(), **known})
 
 
 def _of_environment() -> dict[str, Any]:
@@ -77,23 +81,38 @@ class Attached:
 
     _all: ClassVar[list[Attached]] = []
 
-    def __init__(self, model: nn.Module, open_steps: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, open_steps: int, turns: int, options: dict[str, Any]
+    ) -> None:
         if "control_plane" not in options:
             raise SessionError(
                 "no control plane is named: set DISTCA_CONTROL_PLANE=host:port, call "
                 "distca.attach(model, control_plane=...), or set DISTCA_OFF=1 to compute at home"
             )
+        if any(getattr(each, "_is_replica", False) for each in model.modules()):
+            raise SessionError(
+                "torch.nn.DataParallel runs several GPUs in one process; start one process a GPU "
+                "by torchrun"
+            )
         number = len(Attached._all)
         job = options.pop("job")
         job = f"{job}.{number}" if number else job
-        self._options = {**options, "n_nano_batches": open_steps}
-        self._job, self._n_opened = job, 0
+        check_range("turns", turns, 1, 2)
+        if options.get("cut_documents") and turns != 2:
+            raise SessionError(f"cut_documents=True cuts rows in two, and turns is {turns}")
+        self._options = {**options, "n_nano_batches": open_steps * turns}
+        self._job, self._n_opened, self._turns = job, 0, turns
         self._steps: OpenSteps | None = None
         self._asleep = self._closed = False
         if holds_transformers(model):
-            ServedDecoder(model, self._open)
-        else:
+            ServedDecoder(model, self._open, turns)
+        elif turns == 1:
             OwnForwards(model, self._open)
+        else:
+            raise SessionError(
+                f"{type(model).__name__} holds no model of transformers, whose rows can take "
+                "turns; leave turns out"
+            )
         Attached._all.append(self)
         _Exit.watch()
 
@@ -129,7 +148,7 @@ class Attached:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(f"{kind.__name__}: {error}" if kind else "")
+        self.close(_reason(error))
 
     def _leave(self, error: str) -> None:
         steps, self._steps = self._steps, None
@@ -143,20 +162,43 @@ class Attached:
             state = "closed" if self._closed else "asleep; call wake() on all ranks first"
             raise SessionError(f"the attached model is {state}")
         if self._steps is None:
-            rank, n_ranks = (
-                (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            )
+            rank, n_ranks = _place()
             # After a sleep under another name: other ranks may not have left the job yet.
             job = f"{self._job}-{self._n_opened}" if self._n_opened else self._job
             self._n_opened += 1
             given = {"rank": rank, "n_ranks": n_ranks, "job": job, **self._options}
             options = complete(given)
-            self._steps = OpenSteps(Session.open(SessionOptions(**options)))
+            self._steps = OpenSteps(Session.open(SessionOptions(**options)), self._turns)
         return self._steps
 
 
+def _place() -> tuple[int, int]:
+    """This rank, and the number of ranks.
+
+    Raises:
+        SessionError: processes that were started together would train apart.
+    """
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise SessionError(
+            f"{started} processes were started, and this one would train by itself; call "
+            "torch.distributed.init_process_group before the first forward"
+        )
+    return 0, 1
+
+
+def _reason(error: object) -> str:
+    """Why a process ends with ``error``, for the other ranks; empty if its training is done."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    return f"{type(error).__name__}: {error}"
+
+
 class _Exit:
-    """Leaves all jobs when the process ends, or ``torch.distributed`` does."""
+    """Leaves all jobs when the process ends, or ``torch.distributed`` does. An exit code that is
+    not 0 counts as an error where the model is attached in a block; elsewhere Python forgets it
+    before anything is called."""
 
     _watched = False
 
@@ -166,7 +208,7 @@ class _Exit:
         if cls._watched:
             return
         cls._watched = True
-        # Before the threads of sessions are ended, unlike atexit's functions.
+        # Nothing public is called before executors are ended, which sessions need to leave.
         untyped: Any = threading
         untyped._register_atexit(cls._leave)
         for module in (dist, dist.distributed_c10d):
@@ -177,7 +219,7 @@ class _Exit:
     def _leave() -> None:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         for attached in Attached._all:
-            attached.close(f"{type(error).__name__}: {error}" if error else "")
+            attached.close(_reason(error))
 
     @classmethod
     def _leaving(cls, destroy: Callable[..., None]) -> Callable[..., None]:

@@ -70,13 +70,13 @@ class CallRows:
 def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor | None:
     """Return the tokens that count, on the host; None if all do."""
     mask = named.get("attention_mask")
-    if mask is None:
+    if not isinstance(mask, torch.Tensor):
+        # None, or those that the model has made for kinds of layers, which look at them.
         return None
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
-        shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    if tuple(mask.shape) != shape:
         raise ManifestError(
-            f"attention_mask is {shown}, and documents are read from masks {shape}, [batch, "
-            "tokens]: leave it out, or mark documents by position_ids that restart at 0"
+            f"attention_mask is {tuple(mask.shape)}, and documents are read from masks {shape}, "
+            "[batch, tokens]: leave it out, or mark documents by position_ids that restart at 0"
         )
     seen = on_host(mask).bool()
     return None if bool(seen.all()) else seen

@@ -24,6 +24,7 @@ class Forward:
         self._around = sys.exc_info()[1]
         self._steps: OpenSteps | None = None
         self._token: Token[Lane | None] | None = None
+        self.lanes: list[Lane] = []
 
     @property
     def has_failed(self) -> bool:
@@ -31,13 +32,15 @@ class Forward:
         return sys.exc_info()[1] is not self._around
 
     def begin(self, steps: OpenSteps, lengths: Sequence[int]) -> None:
-        """Plan a step with documents of these lengths; core attention is served in it from here on.
+        """Plan a step with documents of these lengths; core attention is served in its lane from
+        here on, or in the lanes that it is to choose.
 
         Raises:
             PlanNotReady, SessionClosed: as of :meth:`Session.begin`.
         """
-        self._token = current_lane.set(steps.begin(lengths))
-        self._steps = steps
+        self.lanes, self._steps = steps.begin(lengths), steps
+        if len(self.lanes) == 1:
+            self._token = current_lane.set(self.lanes[0])
 
     def end(self) -> None:
         """Leave the step, if there is one; its backward pass is to come.
@@ -45,9 +48,7 @@ class Forward:
         Raises:
             SessionError: the forward called core attention less often than the job expects.
         """
-        if self._steps is None or self._token is None:
-            return
-        lane = current_lane.get()
-        current_lane.reset(self._token)
-        assert lane is not None
-        self._steps.returned(lane, failed=self.has_failed)
+        if self._token is not None:
+            current_lane.reset(self._token)
+        if self._steps is not None:
+            self._steps.returned(self.lanes, failed=self.has_failed)

@@ -1,7 +1,7 @@
 """Steps that are a forward and its backward each, several open at a time.
 
-The job has a few nano-batches, and each step has all of its documents in one of them, by turns. To
-servers these are lanes, whose ticks do not wait for one another's.
+The job has nano-batches for a few steps, and each step has its documents in those of one place, in
+rotation. To servers these are lanes, whose ticks do not wait for one another's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from core_attention.manifest import RankManifest
 from trainer_client.session import Session
 from trainer_client.step.lane import Lane
 from trainer_client.step.running_step import RunningStep
+from trainer_client.turns.manifests import manifest_of_forward
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,23 @@ class OpenSteps:
 
     A step ends with the backward pass that computes its last gradients, at the latest where the
     caller of ``backward`` goes on. One whose graph is gone ends when the next begins; and the
-    oldest, when as many are open as there are nano-batches.
+    oldest, when as many are open as there are places.
 
     Args:
         session: of a job whose ranks hold whole documents.
+        turns: nano-batches of each step.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, turns: int) -> None:
         self.session = session
-        self._n_lanes = session.options.n_nano_batches
+        self._turns = turns
+        self._n_places = session.options.n_nano_batches // turns
         self._steps: dict[int, _OpenStep] = {}
         self._ended: list[RunningStep] = []
 
-    def begin(self, lengths: Sequence[int]) -> Lane:
-        """Plans a step with documents of these lengths on this rank.
+    def begin(self, lengths: Sequence[int]) -> list[Lane]:
+        """Plans a step with documents of these lengths on this rank; returns its lanes with rows,
+        or the first one.
 
         Raises:
             PlanNotReady, SessionClosed: as :meth:`Session.begin`.
@@ -55,40 +58,41 @@ class OpenSteps:
         session = self.session
         self._sweep()
         step = session.next_step
-        nano_batch = step % self._n_lanes
-        if (oldest := self._steps.get(nano_batch)) is not None:
+        place = step % self._n_places
+        own = range(place * self._turns, (place + 1) * self._turns)
+        if (oldest := self._steps.get(place)) is not None:
             logger.warning(
                 "step %d has had no backward pass %d forward passes later and is given up; keep "
                 "more open by attach(model, open_steps=...)",
                 oldest.running.step,
-                self._n_lanes,
+                self._n_places,
             )
             self._end(oldest.running)
-        lanes = [lengths if lane == nano_batch else [] for lane in range(self._n_lanes)]
-        manifest = RankManifest.from_lengths(step, session.options.rank, lanes)
+        manifest = manifest_of_forward(step, session.options, lengths, own)
         session.submit(manifest, forward_only=not torch.is_grad_enabled())
         running = session.begin(step)
-        running.on_complete = functools.partial(self._completed, nano_batch)
-        self._steps[nano_batch] = _OpenStep(running)
-        return Lane(running, nano_batch)
+        running.on_complete = functools.partial(self._completed, place)
+        self._steps[place] = _OpenStep(running)
+        held = [nano_batch for nano_batch in own if running.n_rows(nano_batch)]
+        return [Lane(running, nano_batch) for nano_batch in held or own[:1]]
 
-    def returned(self, lane: Lane, *, failed: bool) -> None:
+    def returned(self, lanes: Sequence[Lane], *, failed: bool) -> None:
         """The forward pass of a step is over.
 
         Raises:
             SessionError: it called core attention less often than the job expects.
         """
-        step = self._steps[lane.nano_batch]
-        step.has_returned = True
+        running = lanes[0].running
+        self._steps[lanes[0].nano_batch // self._turns].has_returned = True
         try:
-            if not failed:
-                lane.running.lane_returned(lane.nano_batch)
+            for lane in () if failed else lanes:
+                running.lane_returned(lane.nano_batch)
         except BaseException:
             failed = True
             raise
         finally:
-            if failed or lane.running.complete:
-                self._end(lane.running)
+            if failed or running.complete:
+                self._end(running)
 
     def close(self, error: str) -> None:
         """Ends what is open, and the session."""
@@ -97,9 +101,9 @@ class OpenSteps:
         self._steps.clear()
         self.session.close(error)
 
-    def _completed(self, nano_batch: int) -> None:
+    def _completed(self, place: int) -> None:
         """A backward pass is over that has completed a step; on any thread of autograd."""
-        step = self._steps.get(nano_batch)
+        step = self._steps.get(place)
         if step is not None and step.running.complete:
             self._end(step.running)
 
@@ -114,7 +118,7 @@ class OpenSteps:
 
     def _end(self, running: RunningStep) -> None:
         self._steps = {
-            lane: step for lane, step in self._steps.items() if step.running is not running
+            place: step for place, step in self._steps.items() if step.running is not running
         }
         if not running.complete:
             self.session.stop(running)

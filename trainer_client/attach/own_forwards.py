@@ -8,7 +8,7 @@ shape. Outside of an attached model's forwards, and without gradients, calls are
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,25 +17,16 @@ from torch import nn
 
 from core_attention.errors import TensorError
 from core_attention.host_copies import on_host
-from core_attention.shape import AttentionShape
+from core_attention.kernels.own import shape_of
 from trainer_client.attach.forward import Forward, OpenWith
-from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import Checkpoints, keep_nothing
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.local_attention.at_home import is_served_forward
 from trainer_client.local_attention.plain import attend_plainly
+from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.step import operation
 from trainer_client.step.home_tasks import LayerKind
 from trainer_client.step.lane import Lane, current_lane, current_step
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A served call, as far as all of a model are alike."""
-
-    shape: AttentionShape
-    scale: float
-    device: str
 
 
 class OwnForwards:
@@ -48,13 +39,13 @@ class OwnForwards:
 
     def __init__(self, model: nn.Module, steps: OpenWith) -> None:
         self._steps = steps
-        self._known: list[_Call] = []
-        self._learning: list[_Call] = []
+        self._known: list[ServedCall] = []
+        self._learning: list[ServedCall] = []
         self._forwards: list[tuple[Forward, Token[OwnForwards | None]]] = []
         model.register_forward_pre_hook(outside_graphs(self._enter))
         model.register_forward_hook(outside_graphs(self._leave), always_call=True)
 
-    def begins(self, call: _Call, lengths: list[int]) -> bool:
+    def begins(self, call: ServedCall, lengths: list[int]) -> bool:
         """A call outside of any lane; returns whether it has one now."""
         if not (torch.is_grad_enabled() or is_served_forward()):
             return False
@@ -77,14 +68,7 @@ class OwnForwards:
         forward.end()
 
     def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
-        first = self._known[0]
-        if different := next((call for call in self._known if call != first), None):
-            raise SessionError(
-                "all core attention that is served has one shape, dtype and scale, and the model "
-                f"has {first} and {different}"
-            )
-        found = {"shape": first.shape, "softmax_scale": first.scale, "device": first.device}
-        return {"n_layers": len(self._known), **found, **options}
+        return options_of_calls(self._known, options)
 
 
 current_forward: ContextVar[OwnForwards | None] = ContextVar("distca_own_forward", default=None)
@@ -127,15 +111,8 @@ def core_attention(
     forward = current_forward.get()
     recomputed = Checkpoints().recomputed is not None
     if forward is not None and kind.is_full and not recomputed:
-        shape = AttentionShape(
-            num_heads=q.shape[1],
-            num_heads_kv=k.shape[1],
-            head_dim=q.shape[2],
-            head_dim_v=v.shape[2],
-            dtype=str(q.dtype).removeprefix("torch."),
-            softcap=softcap or 0.0,
-        )
-        if forward.begins(_Call(shape, scale, str(q.device)), lengths):
+        shape = replace(shape_of(q, k, v), softcap=softcap or 0.0)
+        if forward.begins(ServedCall(shape, scale, q.device), lengths):
             return operation.core_attention(q, k, v, sinks=sinks, softcap=softcap, scale=scale)
     keep_nothing(q)
     parts = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v))

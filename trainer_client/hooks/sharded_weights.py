@@ -80,7 +80,7 @@ def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
         if hasattr(parameter, "ds_id"):
             raise SessionError(
                 f"{name!r} is sharded by DeepSpeed's ZeRO-3, whose ranks would wait for each "
-                "other; use ZeRO-1, ZeRO-2 or fully_shard, or n_nano_batches=1"
+                "other; use ZeRO-1, ZeRO-2 or fully_shard, or attach the model with turns=1"
             )
     for name, module in model.named_modules():
         if inside and module is model:
@@ -94,7 +94,7 @@ def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
         if is_unit(module) and module not in prepared:
             raise SessionError(
                 f"{shown} is sharded by fully_shard; call trainer_client.prepare_fsdp(model) after "
-                "it, or use PingPong(model, interleave=False)"
+                "it, or attach the model with turns=1"
             )
 
 

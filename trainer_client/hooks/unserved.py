@@ -8,7 +8,6 @@ import torch
 from trainer_client.hooks.checkpointing import Checkpoints, Recomputed, Result
 from trainer_client.hooks.compile_boundary import refuse_tracing
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
-from trainer_client.hooks.probing import current_probe
 from trainer_client.hooks.tensor_parallel import check_local
 
 
@@ -18,8 +17,6 @@ def answer_unserved(
     v: torch.Tensor,
     checkpoints: Checkpoints,
     *,
-    scale: float | None,
-    softcap: float | None,
     served: bool,
 ) -> Result | None:
     """Answers a call that nobody is to compute; None if servers or the rank itself are.
@@ -28,7 +25,6 @@ def answer_unserved(
         q: ``[rows, num_heads, head_dim]``.
         k, v: ``[rows, num_heads_kv, head_dim]`` and ``head_dim_v``.
         checkpoints: around the call.
-        scale, softcap: that the call asks for; None: those of the job.
         served: whether the layer is one that servers compute.
 
     Raises:
@@ -37,9 +33,6 @@ def answer_unserved(
     """
     refuse_tracing()
     check_local(q=q, k=k, v=v)
-    if (probe := current_probe.get()) is not None:
-        o = probe.call(q, k, v, scale, softcap=softcap, served=served)
-        return o, o.new_zeros(o.shape[:2], dtype=torch.float32)
     recomputed = checkpoints.recomputed
     if is_shape_inference(recomputed):
         return of_the_right_shape(q, k, v, checkpoints, served=served)

@@ -27,15 +27,11 @@ from transformers.masking_utils import sdpa_mask
 
 from core_attention.errors import ManifestError
 from trainer_client.hooks.checkpointing import HOME, Checkpoints, keep_nothing
-from trainer_client.hooks.probing import current_probe
 from trainer_client.local_attention.plain import attend_by_scores, attend_documents, causal_rows
 from trainer_client.step.lane import current_lane, current_step
 from trainer_client.turns.manifests import lengths_of_documents
 
 logger = logging.getLogger(__name__)
-
-rows_are_split: ContextVar[bool] = ContextVar("distca_rows_are_split", default=False)
-"""True where models are called with whole rows, whose nano-batches are chosen further inside."""
 
 _asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
 _served: ContextVar[bool] = ContextVar("distca_served_forward", default=False)
@@ -78,8 +74,6 @@ def is_off() -> bool:
 
 def is_at_home() -> bool:
     """Return whether the caller computes its core attention at home."""
-    if current_probe.get() is not None:
-        return False
     region = Checkpoints().recomputed
     if region is not None:
         return region.caller is HOME
@@ -91,8 +85,7 @@ def is_at_home() -> bool:
     if running is None:
         return True
     # The only nano-batch of a step needs not be chosen.
-    is_to_choose = running.job.n_nano_batches > 1 or rows_are_split.get()
-    return is_to_choose and not running.forward_only
+    return running.job.n_nano_batches > 1 and not running.forward_only
 
 
 @dataclass

@@ -45,7 +45,6 @@ def prepare_fsdp(model: nn.Module) -> None:
     nano-batch has left it, and to the full mesh if ``reshard_after_forward`` is a number. Outside
     of ping-pong the model runs as before.
 
-    The sharded root may be the module inside :class:`trainer_client.PingPong`, or one around it.
     Several modules that share one unit, ``fully_shard([norm, head])``, must not call core
     attention: they keep gathering and reducing for every nano-batch.
 

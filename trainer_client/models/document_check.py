@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,11 +31,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_host
+from core_attention.kernels.own import shape_of
+from core_attention.shape import AttentionShape
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs, uncompiled
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.probing import current_probe
 from trainer_client.hooks.sharded_weights import needs_other_ranks
 from trainer_client.hooks.tensor_parallel import n_shares
 from trainer_client.local_attention.at_home import HomeMask, is_at_home
@@ -88,34 +89,14 @@ class ModelCall:
     """A call of core attention in one forward.
 
     Attributes:
-        module: the type of the attention module.
-        num_heads, num_heads_kv, head_dim, head_dim_v: of its tensors.
+        shape: of its tensors.
         scale: what multiplies q.k before the softmax.
-        softcap: of the scores; 0 is none.
         kind: which keys its queries see.
-        mask: whether later ones among them.
-        dtype: of its tensors.
     """
 
-    module: str
-    num_heads: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
+    shape: AttentionShape
     scale: float
-    softcap: float = 0.0
     kind: LayerKind = FULL
-    mask: MaskKind = MaskKind.CAUSAL
-    dtype: str = "float32"
-
-    def __str__(self) -> str:
-        kind = "" if self.kind.is_full else f", {self.kind}"
-        kind += "" if self.mask is MaskKind.CAUSAL else ", not causal"
-        softcap = f", softcap {self.softcap:g}" if self.softcap else ""
-        return (
-            f"{self.module} with {self.num_heads} heads of {self.head_dim} ({self.num_heads_kv} of "
-            f"keys, {self.head_dim_v} of values), scaled by {self.scale:.4g}{softcap}{kind}"
-        )
 
 
 @dataclass(frozen=True)
@@ -209,20 +190,9 @@ class Check:
         scale = query.shape[3] ** -0.5 if layer.scaling is None else layer.scaling
         self.modules.append(module)
         self.trained.append(torch.is_grad_enabled())
-        self.calls.append(
-            ModelCall(
-                type(module).__name__,
-                query.shape[1],
-                key.shape[1],
-                query.shape[3],
-                value.shape[3],
-                scale,
-                layer.softcap,
-                layer.kind,
-                layer.mask,
-                str(query.dtype).removeprefix("torch."),
-            )
-        )
+        shape = shape_of(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
+        shape = replace(shape, softcap=layer.softcap, mask=layer.mask)
+        self.calls.append(ModelCall(shape, scale, layer.kind))
         parts = (tensor.split(self.documents.lengths, dim=2) for tensor in (query, key, value))
         outputs = [
             attend_plainly(
@@ -244,9 +214,6 @@ _POSITIONS = frozenset({"position_ids"})
 _EVERYTHING = frozenset(CHECKED)
 
 current_check: ContextVar[Check | None] = ContextVar("distca_check", default=None)
-
-takes_whole_rows: WeakSet[nn.Module] = WeakSet()
-"""Models whose rows are those of a whole step; they are split, and compared, further inside."""
 
 _checked_models: WeakSet[PreTrainedModel] = WeakSet()
 _of_attention: WeakKeyDictionary[nn.Module, DocumentCheck] = WeakKeyDictionary()
@@ -376,7 +343,7 @@ def _after_forward(model: PreTrainedModel, _: tuple[Any, ...], output: Any) -> A
 
 def _is_unplanned(model: PreTrainedModel) -> bool:
     """Return whether a forward of ``model`` with served attention begins outside of any step."""
-    if current_check.get() is not None or current_probe.get() is not None:
+    if current_check.get() is not None:
         return False
     if (current_lane.get() or current_step.get()) is not None or is_at_home():
         return False
@@ -386,7 +353,7 @@ def _is_unplanned(model: PreTrainedModel) -> bool:
 def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
         return
-    if is_at_home() or (model in takes_whole_rows and current_lane.get() is None):
+    if is_at_home():
         return
     if is_shape_inference(Checkpoints().recomputed) or not _asks_for_us(model):
         return

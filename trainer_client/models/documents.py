@@ -26,17 +26,13 @@ class Documents:
     Args:
         where: names the nano-batch in errors.
         segments: (packed row, offset in its document, length) of each segment, by row.
-        is_of_row: whether they are of all nano-batches of a step, in one row.
 
     Attributes:
         shown: names of what was handed over and shows these documents.
     """
 
-    def __init__(
-        self, where: str, segments: Sequence[tuple[int, int, int]], *, is_of_row: bool = False
-    ) -> None:
+    def __init__(self, where: str, segments: Sequence[tuple[int, int, int]]) -> None:
         self.where = where
-        self.is_of_row = is_of_row
         self.segments = tuple(segments)
         self.shown: set[str] = set()
         # Layers hand over the same tensors. Kept, so that an id stays its tensor's own.
@@ -158,23 +154,4 @@ def documents_of(lane: Lane) -> Documents:
     return of_step[lane.nano_batch]
 
 
-def documents_of_row(running: RunningStep) -> Documents:
-    """The documents of all nano-batches of a step in one row, whole where a nano-batch ends inside
-    one; the same object for the whole of the step."""
-    if running not in _of_rows:
-        segments: list[tuple[int, int, int]] = []
-        begin = 0
-        for nano_batch in range(running.job.n_nano_batches):
-            for row, offset, length in running.segments(nano_batch):
-                if row == 0 and offset and segments and sum(segments[-1][1:]) == offset:
-                    before = segments.pop()
-                    segments.append((before[0], before[1], before[2] + length))
-                else:
-                    segments.append((begin + row, offset, length))
-            begin += running.n_rows(nano_batch)
-        _of_rows[running] = Documents(f"the row of step {running.step}", segments, is_of_row=True)
-    return _of_rows[running]
-
-
-_of_rows: WeakKeyDictionary[RunningStep, Documents] = WeakKeyDictionary()
 _of_steps: WeakKeyDictionary[RunningStep, dict[int, Documents]] = WeakKeyDictionary()

@@ -64,11 +64,11 @@ def check_causality(module: nn.Module, mask: MaskKind, *, is_causal: bool) -> No
 
 
 def mask_of(module: nn.Module, asked: LayerMask, documents: Documents) -> MaskKind:
-    """The mask of a layer, from that of its call where documents distinguish masks: a probe has
-    none, and in single rows all masks are one."""
+    """The mask of a layer, from that of its call where documents distinguish masks: in
+    single rows all masks are one."""
     check = check_of(module)
     if check is not None and check.calls and not documents.tell_masks_apart:
-        return check.calls[0].mask
+        return check.calls[0].shape.mask
     return asked.mask
 
 

@@ -17,10 +17,9 @@ from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_device
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.probing import current_probe
-from trainer_client.local_attention.at_home import HomeMask, is_at_home, rows_are_split
+from trainer_client.local_attention.at_home import HomeMask, is_at_home
 from trainer_client.models.document_check import current_check
-from trainer_client.models.documents import Documents, documents_of, documents_of_row
+from trainer_client.models.documents import Documents, documents_of
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
@@ -61,23 +60,61 @@ def distca_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
-) -> LayerMask | UnsupportedMask | HomeMask | None:
+) -> LayerMask | UnsupportedMask | HomeMask | LaterMask | None:
     """The mask that transformers hands to attention: None for causal full layers.
 
     The documents come from the manifest, so nothing is materialised. A mask that hides more, or
     less, than its kind says comes back as an object that the attention refuses by name.
     """
-    if current_check.get() is None and is_at_home():
-        asked = {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            **({"mask_function": mask_function} if mask_function else {}),
-        }
-        return HomeMask({**asked, **kwargs})
+    asked = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+        **({"mask_function": mask_function} if mask_function else {}),
+        **kwargs,
+    }
+    if (check := current_check.get()) is not None:
+        return LaterMask(asked).of(check.documents)
+    if is_at_home():
+        return HomeMask(asked)
+    recomputed = Checkpoints().recomputed
+    if is_shape_inference(recomputed):
+        return LaterMask(asked).of(None)
+    if (current_lane.get() or current_step.get() or recomputed) is None:
+        return LaterMask(asked)
+    return LaterMask(asked).of(documents_of(require_lane()))
+
+
+@dataclass(frozen=True)
+class LaterMask:
+    """A mask that a model makes before the documents of its decoder are known.
+
+    Attributes:
+        asked: arguments of :func:`distca_mask`.
+    """
+
+    asked: dict[str, Any]
+
+    def of(self, documents: Documents | None) -> LayerMask | UnsupportedMask | None:
+        """The mask for these documents; None: only shapes are asked for."""
+        return _mask(documents, **self.asked)
+
+
+def _mask(
+    documents: Documents | None,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    attention_mask: torch.Tensor | None,
+    mask_function: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> LayerMask | UnsupportedMask | None:
     if attention_mask is not None and not bool(attention_mask.all()):
         return UnsupportedMask("padding (remove padding and pack documents instead)")
     if kwargs.get("use_vmap"):
@@ -92,15 +129,12 @@ def distca_mask(
         return UnsupportedMask(f"a window of {local_size} tokens")
     kind = _kind(local_size, kwargs.get("config"))
     mask = None if kind.is_full else LayerMask(kind)
-    if mask_function is None or current_probe.get() is not None:
+    if mask_function is None or documents is None:
         return mask
-    if is_shape_inference(Checkpoints().recomputed):
-        return mask
-    documents = current_documents()
-    if documents.is_of_row and (batch_size, q_length) != (1, sum(documents.lengths)):
+    if (batch_size, q_length) != (1, sum(documents.lengths)):
         return UnsupportedMask(
-            f"that of a batch [{batch_size}, {q_length}], where the manifest has one row of "
-            f"{sum(documents.lengths)} tokens"
+            f"that of a batch [{batch_size}, {q_length}], and the documents are one row of "
+            f"{sum(documents.lengths)} tokens (pack them before masks are made)"
         )
     if kind.is_full and not documents.tell_masks_apart:
         return None  # Nothing tells masks apart, nor does it matter.
@@ -117,17 +151,9 @@ def distca_mask(
 
 
 def current_documents() -> Documents:
-    """Documents of the check that runs, or else of the lane; of the whole row, where the lanes are
-    chosen further inside, as for the masks that a multimodal model makes and hands to its
-    decoder."""
+    """Documents of the check that runs, or else of the lane."""
     check = current_check.get()
-    if check is not None:
-        return check.documents
-    running = current_step.get()
-    is_outside = current_lane.get() is None and not Checkpoints().recomputed
-    if running is not None and rows_are_split.get() and is_outside:
-        return documents_of_row(running)
-    return documents_of(require_lane())
+    return documents_of(require_lane()) if check is None else check.documents
 
 
 def _kind(local_size: int | None, config: Any) -> LayerKind:

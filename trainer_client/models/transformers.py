@@ -21,7 +21,6 @@ from core_attention.host_copies import on_device
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs, refuse_tracing
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
-from trainer_client.hooks.probing import current_probe
 from trainer_client.local_attention.at_home import (
     HomeMask,
     attend_at_home,
@@ -89,9 +88,6 @@ _WITHOUT_EFFECT = (
 _NEUTRAL: dict[str, Any] = {"output_attentions": False, "dropout": 0.0}
 """Arguments that are supported with this one value only (or None)."""
 
-_NOT_PLANNED = Documents("the probe", [])
-"""Stands for documents in a probe, where only shapes are asked for."""
-
 
 @outside_graphs
 def distca_attention(
@@ -146,7 +142,7 @@ def distca_attention(
         attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)
         told = attention_mask, scaling, dropout
         return _at_home(attend, module, query, key, value, *told, kwargs), None
-    documents = _NOT_PLANNED if current_probe.get() else current_documents()
+    documents = current_documents()
     asked = attention_mask if isinstance(attention_mask, LayerMask) else CAUSAL
     mask = mask_of(module, asked, documents)
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
@@ -227,29 +223,18 @@ def _attend(
     documents: Documents,
     given: dict[str, Any],
 ) -> torch.Tensor:
-    """Core attention in a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
+    """Core attention in a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
 
     Args:
         layer: what the module asks for.
         documents: of the nano-batch.
         given: arguments of the call, those that show documents among them.
     """
-    recorder = current_probe.get()
-    if recorder is None:
-        documents.check(given)
-        if (check := current_check.get()) is not None:
-            return check.attend(module, query, key, value, layer)
+    documents.check(given)
+    if (check := current_check.get()) is not None:
+        return check.attend(module, query, key, value, layer)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     kind = FULL if serves_windows(module) else layer.kind
-    if recorder is not None:
-        return recorder.call(
-            q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, served=kind.is_full
-        )[None]
-    if documents.is_of_row:
-        raise UnsupportedModel(
-            f"{type(module).__name__} calls core attention beside the decoder's layers; load it "
-            f"with attn_implementation={{'text_config': 'distca', 'vision_config': 'sdpa'}}"
-        )
     lane = require_lane()
     _refuse_unproven(module, documents)
     _refuse_cached_keys(module, q, k)

@@ -97,7 +97,6 @@ def require_own_lane() -> Lane:
     if running.job.n_nano_batches > 1:
         raise SessionError(
             f"step {running.step} has {running.job.n_nano_batches} nano-batches and the model was "
-            "called directly; wrap it in PingPong, choose one by 'with in_nano_batch(i):', or set "
-            "n_nano_batches=1"
+            "called directly; choose one by 'with in_nano_batch(i):', or set n_nano_batches=1"
         )
     return Lane(running, 0)

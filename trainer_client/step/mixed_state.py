@@ -113,8 +113,7 @@ class MixedState:
         logger.warning(
             "%s keeps %s%s on its modules during a pass, where the other nano-batch, which takes "
             "turns with it, changes them: what is read later in the pass may be the other's. "
-            "Return such values, keep them by nano-batch, or run one nano-batch after the other: "
-            "PingPong(module, interleave=False), or n_nano_batches=1",
+            "Return such values, keep them by nano-batch, or attach the model with turns=1",
             type(self._model).__name__,
             ", ".join(found[:_MOST_NAMED]),
             more,

@@ -76,7 +76,7 @@ class PingPong(nn.Module):
             require_prepared(self.module)
             self._checked = True
         calls = [((), batch) for batch in nano_batches]
-        return _Turns(self.module, running, calls, model=self.module).run()
+        return Turns(self.module, running, calls, model=self.module).run()
 
     def _run_alone(
         self,
@@ -124,11 +124,12 @@ def run_in_turns(
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
-    return _Turns(forward, running, calls, first=first, is_last=is_last, model=model).run()
+    return Turns(forward, running, calls, first=first, is_last=is_last, model=model).run()
 
 
-class _Turns:
-    """One greenlet per nano-batch; this one hands out the turns, round robin."""
+class Turns:
+    """One greenlet per nano-batch; this one hands out the turns, round robin. For the arguments see
+    :func:`run_in_turns`."""
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class _Turns:
         self._players = [self._player(index, call) for index, call in enumerate(calls)]
 
     def run(self) -> list[Any]:
+        """The outputs, one for each nano-batch."""
         state = ThreadState()
         mixed = watch(self._model, len(self._players))
         try:

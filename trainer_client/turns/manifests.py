@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import torch
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
+from trainer_client.options import RankOptions
 from trainer_client.turns.parts import cut, segments_of, split_documents
-
-
-def manifest_from_position_ids(
-    step: int, rank: int, nano_batches: Sequence[torch.Tensor]
-) -> RankManifest:
-    """The manifest of packed documents whose position ids restart at 0.
-
-    Documents that span ranks cannot be seen from position ids: build a
-    :class:`~core_attention.manifest.RankManifest` of segments for those.
-
-    Args:
-        step: the training step.
-        rank: this rank.
-        nano_batches: for each nano-batch, ``[rows]`` or ``[1, rows]`` integer position ids.
-
-    Raises:
-        ManifestError: ids are 3-D or batched, do not begin at 0, or do not count up by one.
-    """
-    return RankManifest.from_lengths(
-        step, rank, [lengths_of_documents(ids) for ids in nano_batches]
-    )
 
 
 def manifest_from_cu_seqlens(
@@ -61,61 +40,24 @@ def manifest_from_cu_seqlens(
     return RankManifest.from_lengths(step, rank, lengths)
 
 
-def manifest_of_row(
-    step: int, rank: int, batch: Mapping[str, Any], n_parts: int, *, cut_documents: bool = False
+def manifest_of_forward(
+    step: int, options: RankOptions, lengths: Sequence[int], own: range
 ) -> RankManifest:
-    """The manifest of one packed row with the documents of a whole step, or of a padded batch with
-    one in each row, split into nano-batches.
+    """The manifest of one packed row that is split into some nano-batches of a step.
 
     Args:
         step: the training step.
-        rank: this rank.
-        batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``, or an
-            ``attention_mask`` ``[batch, tokens]`` with padding.
-        n_parts: nano-batches of the job; see :func:`~trainer_client.turns.parts.split_documents`.
-        cut_documents: whether the row is split in its middle instead, of two nano-batches.
-
-    Raises:
-        ManifestError: it holds none of them, no document, or documents cannot be distinguished.
+        options: of the session.
+        lengths: of the row's documents.
+        own: its nano-batches; two, if documents are cut.
     """
-    if batch.get("position_ids") is not None:
-        lengths = lengths_of_documents(batch["position_ids"])
-    elif batch.get("cu_seq_lens_q") is not None:
-        lengths = on_host(batch["cu_seq_lens_q"]).diff().tolist()
-    elif is_padded(batch):
-        lengths = padded_lengths(on_host(batch["attention_mask"]).bool())
-    else:
-        shown = {
-            name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")
-        }
-        raise ManifestError(
-            f"step {step}: the batch holds {shown}; give one row with position_ids that restart at "
-            "0 (DataCollatorWithFlattening), or attention_mask with padding on the right"
-        )
-    if not lengths:
-        raise ManifestError(
-            f"step {step}: the row of rank {rank} holds no document; leave the step out on all "
-            "ranks, or give PingPong the nano-batches"
-        )
-    if cut_documents:
+    rank, n_after = options.rank, options.n_nano_batches - own.stop
+    if options.cut_documents:
         halves = cut(lengths, 2, inside_documents=True)
-        return RankManifest(step, rank, segments_of(lengths, halves, count(rank << 32)))
-    return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
-
-
-def is_padded(batch: Mapping[str, Any]) -> bool:
-    """Return whether a model's arguments are of a batch of rows, with an attention mask that shows
-    how long each is, and not of a packed row."""
-    mask = batch.get("attention_mask")
-    rows = batch.get("input_ids")
-    rows = batch.get("inputs_embeds") if rows is None else rows
-    return (
-        isinstance(mask, torch.Tensor)
-        and mask.dim() == 2
-        and isinstance(rows, torch.Tensor)
-        and rows.shape[:2] == mask.shape
-        and all(batch.get(name) is None for name in ("position_ids", "cu_seq_lens_q"))
-    )
+        held = segments_of(lengths, halves, count(rank << 32))
+        return RankManifest(step, rank, [[]] * own.start + held + [[]] * n_after)
+    parts = split_documents(lengths, len(own))
+    return RankManifest.from_lengths(step, rank, [[]] * own.start + parts + [[]] * n_after)
 
 
 def padded_lengths(seen: torch.Tensor) -> list[int]:
@@ -146,7 +88,7 @@ def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
         position_ids: ``[rows]`` or ``[1, rows]`` integers that restart at 0 for each document.
 
     Raises:
-        ManifestError: as :func:`manifest_from_position_ids`.
+        ManifestError: ids are 3-D or batched, do not begin at 0, or do not count up by one.
     """
     if position_ids.dim() == 2 and position_ids.shape[0] == 1:
         position_ids = position_ids[0]

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from trainer_client.turns.manifests import is_padded
-
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
@@ -26,14 +24,6 @@ class PaddedRows:
 
     shape: tuple[int, int]
     rows: torch.Tensor
-
-    @classmethod
-    def of(cls, named: Mapping[str, Any]) -> PaddedRows | None:
-        """The rows of a call's arguments; None if these are of a packed row."""
-        if not is_padded(named):
-            return None
-        mask = named["attention_mask"]
-        return cls(tuple(mask.shape), mask.flatten().nonzero().squeeze(1))
 
     def packed(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments for the one row ``[1, n_rows]`` of all tokens, documents in order, with

@@ -15,8 +15,8 @@ from distca.apps.data.batch import TokenBatch
 from distca.apps.train.language_model import LanguageModel
 from distca.apps.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.apps.train.sharding import shard_model
-from trainer_client import PingPong
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
+from trainer_client.step.ping_pong import PingPong
 
 
 @dataclass(frozen=True, kw_only=True)

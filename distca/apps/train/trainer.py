@@ -25,7 +25,8 @@ from distca.apps.train.ranks import sum_over_ranks
 from distca.apps.train.settings import Sharding, TrainingSettings
 from distca.apps.train.sharding import shard_model, whole
 from distca.errors import DivergenceError, ModelConfigError
-from trainer_client import PingPong, Session, StepReport, TraceEvent
+from trainer_client import Session, StepReport, TraceEvent
+from trainer_client.step.ping_pong import PingPong
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

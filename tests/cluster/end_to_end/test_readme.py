@@ -1,5 +1,4 @@
-"""The README's attached model and the loop of docs/training_loops.md run as they stand
-there, and train as local attention does."""
+"""The README's loop runs as it stands there, and trains as local attention does."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,7 @@ def note(optimizer, *_):
 register_optimizer_step_pre_hook(note)
 sys.argv, folder = sys.argv[1:-1], sys.argv[-1]
 names = runpy.run_path(sys.argv[0], run_name="__main__")
-batches = [batch if isinstance(batch, list) else [batch] for batch in names["loader"]]
-kept = {"batches": batches, "loss": names["loss"].item(), "steps": steps}
+kept = {"batches": list(names["loader"]), "loss": names["loss"].item(), "steps": steps}
 kept |= {"config": names["config"], "documents": names["documents"]}
 torch.save(kept, folder + "/rank" + os.environ["RANK"])
 """
@@ -49,11 +46,8 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("placement", ["in-place", "pool"])
-@pytest.mark.parametrize("loop", ["attached", "own"])
-def test_examples_of_trainers_train(
-    tmp_path: Path, one_node: Cluster, loop: str, placement: str
-) -> None:
-    (tmp_path / "train.py").write_text(examples()[loop])
+def test_the_example_trains(tmp_path: Path, one_node: Cluster, placement: str) -> None:
+    (tmp_path / "train.py").write_text(example())
     (tmp_path / "watched.py").write_text(WATCHED)
     cache = tmp_path / ".cache" / "distca"
     cache.mkdir(parents=True)
@@ -78,17 +72,13 @@ def test_examples_of_trainers_train(
         timeout=DEADLINE_SECONDS,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    compare_with_local_attention(tmp_path, is_mean_of_ranks=loop == "attached")
+    compare_with_local_attention(tmp_path)
 
 
-def examples() -> dict[str, str]:
-    """The documents' loops that need nothing added, by name."""
-    pages = {"attached": "README.md", "own": "docs/training_loops.md"}
-    scripts = {}
-    for name, page in pages.items():
-        text = (ROOT / page).read_text()
-        (scripts[name],) = re.findall(r"```python\n(import .*?)```", text, re.DOTALL)
-    return scripts
+def example() -> str:
+    text = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(import .*?)```", text, re.DOTALL)
+    return str(script)
 
 
 def python_path() -> str:
@@ -99,13 +89,12 @@ def python_path() -> str:
 def compare_with_local_attention(
     folder: Path,
     *,
-    is_mean_of_ranks: bool = False,
     # float32 through two layers: a few hundred roundings of 6e-8.
     gradient_tolerance: float = 2e-5,
     loss_tolerance: float = 1e-6,
 ) -> None:
-    """Each document alone through a model with local attention, on the weights of each step;
-    the loss is of all ranks' labels, or the mean of each rank's."""
+    """Each document alone through a model with local attention, on the weights of each step; the
+    loss is the mean of each rank's."""
     ranks = [
         torch.load(folder / f"rank{rank}", weights_only=False, map_location="cpu")
         for rank in range(N_RANKS)
@@ -116,17 +105,13 @@ def compare_with_local_attention(
     local = auto.from_config(watched["config"], attn_implementation="sdpa")
     taken = 0
     for step, parameters in enumerate(watched["steps"]):
-        by_rank = [
-            [document for batch in rank["batches"][step] for document in split(batch)]
-            for rank in ranks
-        ]
-        groups = by_rank if is_mean_of_ranks else [list(chain(*by_rank))]
-        taken += sum(map(len, groups))
+        by_rank = [split(rank["batches"][step]) for rank in ranks]
+        taken += sum(map(len, by_rank))
         with torch.no_grad():
             for mine, (weights, _) in zip(local.parameters(), parameters, strict=True):
                 mine.copy_(weights)
         local.zero_grad()
-        loss = torch.stack([mean_loss(local, documents) for documents in groups]).mean()
+        loss = torch.stack([mean_loss(local, documents) for documents in by_rank]).mean()
         loss.backward()
         for (name, mine), (_, gradient) in zip(local.named_parameters(), parameters, strict=True):
             assert mine.grad is not None
@@ -135,7 +120,6 @@ def compare_with_local_attention(
                 f"step {step}: {name} differs by {difference:.1e}"
             )
     assert taken == len(watched["documents"])
-    # A rank's loss is its share of the sum, in units of the mean number of labels.
     last = sum(rank["loss"] for rank in ranks) / N_RANKS
     assert last == pytest.approx(loss.item(), rel=loss_tolerance)
 

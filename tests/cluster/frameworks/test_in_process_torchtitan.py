@@ -283,13 +283,13 @@ def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
 
 def test_either_layout_is_taken() -> None:
     """0.3.0 hands over ``[B, L, N, H]``; what comes after it, ``[T, N, H]``."""
-    from trainer_client.models.probe import Recorder
+    from trainer_client.frameworks.torchtitan.attention import SeenCalls
 
     layer = served_varlen(replace(VarlenAttention.Config())).build()
     for shape in ((2, 4), (8,)):
         q, k = torch.zeros(*shape, 4, 8), torch.zeros(*shape, 2, 8)
-        recorder = Recorder(layer)
-        with recorder.recording():
+        seen = SeenCalls()
+        with seen.recording():
             assert layer(q, k, k, attention_masks=None, scale=0.5).shape == q.shape
-        assert recorder.kind().shape.num_heads_kv == 2
-        assert recorder.kind().softmax_scale == 0.5
+        (call,) = seen.served
+        assert (call.shape.num_heads_kv, call.scale) == (2, 0.5)

@@ -1,4 +1,4 @@
-"""One rank of a combination: the loop of docs/training_loops.md, and what it does beside; then all
+"""One rank of a combination: a user's loop, and what it does beside; then all
 gradients compared with those of an ordinary model that runs each document alone in a wider dtype.
 
 python -m tests.cluster.gpu_loops.rank SETTINGS
@@ -28,14 +28,9 @@ from core_attention.shape import AttentionShape
 from distca.apps.train.verify import relative_difference
 from tests.cluster.gpu_loops.hazards import Hazards
 from tests.cluster.gpu_loops.matrix import Combination
-from trainer_client import (
-    PingPong,
-    Session,
-    SessionOptions,
-    labels_per_rank,
-    prepare_fsdp,
-    submit_ahead,
-)
+from tests.support.loops import submitted
+from trainer_client import Session, SessionOptions, labels_per_rank, prepare_fsdp
+from trainer_client.step.ping_pong import PingPong
 from trainer_client.turns.parts import split_documents
 
 N_RANKS, N_STEPS = 2, 5
@@ -158,7 +153,7 @@ def _of_all_ranks(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Loop:
-    """A user's loop, as docs/training_loops.md has it.
+    """A user's loop, with nano-batches of its own.
 
     Args:
         settings: of the rank.
@@ -227,7 +222,7 @@ class Loop:
     def run(self) -> None:
         batches_of_ranks = loader(self._rank, self._settings.tokens, self._combination.lanes)
         with Session.open(self._options) as session:
-            for step, nano_batches in submit_ahead(session, batches_of_ranks):
+            for step, nano_batches in submitted(session, batches_of_ranks):
                 self._hazards.before_step(step, nano_batches)
                 with session.step(step) as running, self._accumulating(step):
                     labels = labels_per_rank(nano_batches, device=self._device)

@@ -1,4 +1,4 @@
-"""The documents' loops as they stand, on two GPUs."""
+"""README's loop as it stands, on two GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.end_to_end.test_readme import (
     N_RANKS,
     WATCHED,
     compare_with_local_attention,
-    examples,
+    example,
     python_path,
 )
 from tests.support.cluster import Cluster
@@ -45,11 +45,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("placement", ["in-place", "mixed"])
-@pytest.mark.parametrize("name", ["attached", "own"])
-def test_examples_train_on_gpus(
-    tmp_path: Path, servers: Cluster, name: str, placement: str
-) -> None:
-    (tmp_path / "train.py").write_text(examples()[name])
+def test_the_example_trains_on_gpus(tmp_path: Path, servers: Cluster, placement: str) -> None:
+    (tmp_path / "train.py").write_text(example())
     (tmp_path / "watched.py").write_text(WATCHED)
     group = RankGroup(
         [sys.executable, "watched.py", "train.py", servers.address, placement, str(tmp_path)],
@@ -67,7 +64,6 @@ def test_examples_train_on_gpus(
     assert group.wait() == [0] * N_RANKS, group.tails(60)
     compare_with_local_attention(
         tmp_path,
-        is_mean_of_ranks=name == "attached",
         gradient_tolerance=GRADIENT_TOLERANCE,
         loss_tolerance=LOSS_TOLERANCE,
     )

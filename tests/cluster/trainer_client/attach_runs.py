@@ -7,8 +7,10 @@ fails where a gradient differs.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -421,7 +423,53 @@ class OwnModel(nn.Module):
         return of_rows.contiguous()
 
 
-SETTINGS: dict[str, Any] = {}
+@loop
+def cut_documents(run: Run) -> None:
+    """Halves of equally many rows, whatever document lies in their middle."""
+    SETTINGS["cut_documents"] = SETTINGS["turns"] == 2
+    run.swap(run.model, run.local)
+    del SETTINGS["cut_documents"]
+    for n in (4, 1, 1):
+        documents = run.draw(n)
+        run.loss(documents).backward()
+        run.local_loss(documents).backward()
+        run.compare()
+
+
+@loop
+def averaged(run: Run) -> None:
+    """Copies, as averages of weights are, run with weights of their own while it trains."""
+    run.step()
+    run.compare()
+    copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
+    documents = run.draw()
+    with torch.no_grad():
+        expected = run.local_loss(documents)
+        for parameter in run.model.parameters():
+            parameter.zero_()
+        for each in copies:
+            found = run.loss(documents, model=each)
+            assert abs(found - expected) <= TOLERANCE * abs(expected) + TOLERANCE
+
+
+SETTINGS: dict[str, Any] = {"turns": 1}
+IN_TURNS = {
+    "plain",
+    "accumulation",
+    "one_backward_of_two",
+    "interleaved",
+    "dropped",
+    "forward_fails",
+    "checkpoints",
+    "lora",
+    "served_forwards",
+    "reused_buffers",
+    "fsdp2",
+    "cut_documents",
+    "averaged",
+    "lost_node",
+}
+"""Loops that are run by halves too."""
 NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]
 
 
@@ -429,13 +477,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     names = sys.argv[1:] or list(LOOPS)
     for name in names:
-        run = Run()
-        LOOPS[name](run)
-        assert run.attached is not None
-        run.attached.close()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(name, "holds", flush=True)
+        for turns in (1, 2) if name in IN_TURNS else (1,):
+            SETTINGS["turns"] = turns
+            run = Run()
+            LOOPS[name](run)
+            assert run.attached is not None
+            run.attached.close()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(name, "holds in turns of", turns, flush=True)
     dist.destroy_process_group()
 
 

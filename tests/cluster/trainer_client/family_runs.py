@@ -22,7 +22,8 @@ from tests.cluster.trainer_client.model_sweep import make_model
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves, within_nano_batches
 from tests.support.tiny_models import VOCABULARY
-from trainer_client import PingPong, Session, SessionOptions
+from trainer_client import Session, SessionOptions
+from trainer_client.step.ping_pong import PingPong
 
 Gradients = Mapping[str, np.ndarray]
 """float32, by the names of parameters; without those that got none."""

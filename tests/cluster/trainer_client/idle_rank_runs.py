@@ -25,7 +25,8 @@ from core_attention.manifest import RankManifest
 from distca.apps.train.sharding import whole
 from tests.cluster.trainer_client.test_transformers import SIZES
 from tests.support.cluster import on_this_host
-from trainer_client import PingPong, Session, SessionOptions, prepare_fsdp
+from trainer_client import Session, SessionOptions, prepare_fsdp
+from trainer_client.step.ping_pong import PingPong
 
 DEEP = {**SIZES, "num_hidden_layers": 5}
 """So many that FSDP2 gathers weights of one layer after it has reduced gradients of another."""
@@ -107,7 +108,7 @@ def train(make: Any, over_ranks: Any, rank: int, settings: Mapping[str, Any]) ->
     torch.manual_seed(0)
     model, local = make("distca"), make("sdpa")
     local.load_state_dict(model.state_dict())
-    options = SessionOptions.for_model(model, inputs=batch_of([4], 0), **settings)
+    options = SessionOptions.for_model(model, **settings)
     parallel = over_ranks(model)
     with Session.open(options) as session:
         for step, by_rank in enumerate(STEPS):

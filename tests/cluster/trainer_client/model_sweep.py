@@ -184,20 +184,10 @@ def planned_step(model: PreTrainedModel, lengths: Sequence[int] = LENGTHS) -> Pl
     """A step of a session that is opened for the model."""
     check = check_documents(model)
     (call, *others) = check.served_calls
-    alike = ("num_heads", "num_heads_kv", "head_dim", "head_dim_v", "scale", "softcap", "mask")
     for other in others:
-        if any(getattr(other, name) != getattr(call, name) for name in alike):
+        if (other.shape, other.scale) != (call.shape, call.scale):
             raise UnsupportedModel(f"layers of different shapes are served: {call}, {other}")
-    shape = AttentionShape(
-        num_heads=call.num_heads,
-        num_heads_kv=call.num_heads_kv,
-        head_dim=call.head_dim,
-        head_dim_v=call.head_dim_v,
-        dtype=str(model.dtype).removeprefix("torch."),
-        softcap=call.softcap,
-        mask=call.mask,
-    )
-    return PlannedStep(shape, call.scale, lengths)
+    return PlannedStep(call.shape, call.scale, lengths)
 
 
 def assert_right(config: PretrainedConfig, lengths: Sequence[int] = LENGTHS) -> None:
@@ -251,7 +241,7 @@ def outcome_of(family: str) -> Outcome:
         return Outcome(REFUSED, cause_of(str(error)))
     if check.serves_windows:
         return Outcome(WINDOWS)
-    if check.served_calls[0].mask is MaskKind.FULL:
+    if check.served_calls[0].shape.mask is MaskKind.FULL:
         return Outcome(BIDIRECTIONAL)
     at_home = len(check.calls) > len(check.served_calls)
     return Outcome(FULL_LAYERS if at_home else SERVED)

@@ -19,7 +19,8 @@ import torch
 
 from core_attention.manifest import RankManifest
 from tests.support.team import Layer, Layers, Rows, computed_rows, random_rows
-from trainer_client import PingPong, Session, SessionOptions
+from trainer_client import Session, SessionOptions
+from trainer_client.step.ping_pong import PingPong
 
 
 def run_ranks(

@@ -21,12 +21,12 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster
 from tests.support.gradients import assert_gradients
-from trainer_client import PingPong, at_home
+from tests.support.loops import attached
+from trainer_client import at_home
 from trainer_client.local_attention import at_home as at_home_module
 from trainer_client.local_attention import plain
 from trainer_client.models.transformers import UnsupportedArgument
-from trainer_client.models.whole_rows import turns_inside
-from trainer_client.turns.parts import split_documents
+from trainer_client.step.ping_pong import PingPong
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """float32 through two layers; kernels sum in another order."""
@@ -192,55 +192,39 @@ def test_at_home_has_gradients(checkpointed: bool) -> None:
     compare_gradients(model, local)
 
 
-def test_a_reference_model_in_a_step(pool_of_four: Cluster) -> None:
-    """As DPO has it: log-probabilities of a frozen model, generation, and the trained one, whole
-    rows and nano-batches alike."""
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_reference_model_beside_an_attached_one(pool_of_four: Cluster, turns: int) -> None:
+    """As DPO has it: log-probabilities of a frozen model, generation, and the trained one."""
     model, local = pair()
     reference = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
     (whole,) = make_batches(lengths=([*LENGTHS[0], *LENGTHS[1]],))
-    with open_session(pool_of_four, "reference") as session:
-        step = submit(session, tuple(split_documents([*LENGTHS[0], *LENGTHS[1]], 2)))
-        with turns_inside(model), session.step(step):
-            with torch.no_grad():
-                expected = reference(**whole).logits
-                model.generate(whole["input_ids"][:, :5], max_new_tokens=2, use_cache=True)
-            loss = (model(**whole).logits - expected).square().mean()
-            loss.backward()
-        (local(**whole).logits - expected).square().mean().backward()
-        compare_gradients(model, local)
-        model.zero_grad()
-        local.zero_grad()
-        batches = make_batches()
-        with session.step(submit(session)):
-            with at_home():
-                expected = [reference(**batch).logits.detach() for batch in batches]
-            outputs = PingPong(model)(batches)
-            sum(
-                (o.logits - e).square().mean() for o, e in zip(outputs, expected, strict=True)
-            ).backward()
-    for batch, e in zip(batches, expected, strict=True):
-        (local(**batch).logits - e).square().mean().backward()
+    with attached(pool_of_four, model, f"reference-{turns}", turns=turns):
+        with torch.no_grad():
+            expected = reference(**whole).logits
+            model.generate(whole["input_ids"][:, :5], max_new_tokens=2, use_cache=True)
+            before = model(**whole).logits
+        logits = model(**whole).logits
+        (logits - expected).square().mean().backward()
+    torch.testing.assert_close(logits, before)
+    (local(**whole).logits - expected).square().mean().backward()
     compare_gradients(model, local)
 
 
-def test_a_reference_model_in_a_step_of_one_nano_batch(pool_of_four: Cluster) -> None:
-    """The only nano-batch needs not be chosen, but where rows are split inside the model it is."""
+def test_a_reference_model_in_a_step(pool_of_four: Cluster) -> None:
     model, local = pair()
     reference = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
-    (whole,) = make_batches(lengths=(LENGTHS[0],))
-    with open_session(pool_of_four, "reference-of-one", n_nano_batches=1) as session:
-        step = submit(session, (LENGTHS[0],))
-        with turns_inside(model), session.step(step):
-            with torch.no_grad():
-                expected = reference(**whole).logits
-                model.generate(whole["input_ids"][:, :5], max_new_tokens=2, use_cache=True)
-                before = model(**whole).logits
-            logits = model(**whole).logits
-            (logits - expected).square().mean().backward()
-    torch.testing.assert_close(logits, before)
-    (local(**whole).logits - expected).square().mean().backward()
+    batches = make_batches()
+    with open_session(pool_of_four, "reference") as session, session.step(submit(session)):
+        with at_home():
+            expected = [reference(**batch).logits.detach() for batch in batches]
+        outputs = PingPong(model)(batches)
+        sum(
+            (o.logits - e).square().mean() for o, e in zip(outputs, expected, strict=True)
+        ).backward()
+    for batch, e in zip(batches, expected, strict=True):
+        (local(**batch).logits - e).square().mean().backward()
     compare_gradients(model, local)
 
 

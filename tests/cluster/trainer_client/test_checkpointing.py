@@ -30,12 +30,13 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
-from trainer_client import PingPong, Session, SessionError, checkpoint
+from trainer_client import Session, SessionError, checkpoint
 from trainer_client.errors import ChangedInPlace
 from trainer_client.hooks import checkpointing
 from trainer_client.hooks.checkpointing import CheckpointedCall, Checkpoints
 from trainer_client.models.transformers import check_documents
 from trainer_client.step.attention_call import AttentionCall
+from trainer_client.step.ping_pong import PingPong
 
 
 def gpt2_config(width: int) -> transformers.GPT2Config:

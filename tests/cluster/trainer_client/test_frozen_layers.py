@@ -15,7 +15,8 @@ from tests.cluster.trainer_client.test_wrong_models import N_LAYERS, ROWS, SHAPE
 from tests.support.cluster import Cluster
 from tests.support.team import Team
 from tests.support.waiting import eventually
-from trainer_client import PingPong, Session
+from trainer_client import Session
+from trainer_client.step.ping_pong import PingPong
 
 PLACEMENTS = ["pool", "in-place", "mixed"]
 SOON_SECONDS = 10.0

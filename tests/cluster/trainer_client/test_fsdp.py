@@ -27,7 +27,6 @@ from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
 from tests.support.process_groups import process_group
 from trainer_client import (
-    PingPong,
     Session,
     SessionError,
     SessionOptions,
@@ -37,6 +36,7 @@ from trainer_client import (
 )
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.hooks.sharded_weights import check_backward_in_parts
+from trainer_client.step.ping_pong import PingPong
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")

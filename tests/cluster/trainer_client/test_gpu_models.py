@@ -12,7 +12,6 @@ from torch import nn
 
 from core_attention.shape import AttentionShape
 from tests.cluster.trainer_client.test_checkpointing import CHECKPOINTED, Checkpointed, gpt2_config
-from tests.cluster.trainer_client.test_feed import Recording
 from tests.cluster.trainer_client.test_gpu_parity import DEVICE, gpu_pool
 from tests.cluster.trainer_client.test_transformers import (
     make_batches,
@@ -21,7 +20,9 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
-from trainer_client import PingPong, Session, SessionError, submit_ahead
+from trainer_client import Session, SessionError
+from trainer_client.loops.held_batch import own_copy
+from trainer_client.step.ping_pong import PingPong
 
 __all__ = ["gpu_pool"]
 
@@ -93,23 +94,14 @@ def test_a_step_without_dropout_leaves_the_generators_alone(session: Session) ->
 
 
 @pytest.mark.parametrize("where", ["pinned", "device"])
-def test_a_loader_may_reuse_its_memory(where: str) -> None:
-    """As nanochat's: a pinned buffer, and one on the device."""
-    session: Any = Recording()
-    pinned = torch.empty(1000, dtype=torch.int64, pin_memory=True)
+def test_a_copy_of_a_batch_has_memory_of_its_own(where: str) -> None:
+    """As of nanochat's: a pinned buffer, and one on the device."""
+    pinned = torch.zeros(1000, dtype=torch.int64, pin_memory=True)
     rows = pinned if where == "pinned" else pinned.to(DEVICE)
-
-    def loader() -> Iterator[list[dict[str, torch.Tensor]]]:
-        for step in range(6):
-            pinned.fill_(step)
-            rows.copy_(pinned, non_blocking=True)
-            yield [{**batch, "row": rows} for batch in make_batches()]
-
-    seen = []
-    for _, (batch, _) in submit_ahead(session, loader()):
-        assert batch["row"].is_pinned() is (where == "pinned")
-        seen.append(batch["row"].to(DEVICE, non_blocking=True).unique().tolist())
-    assert seen == [[step] for step in range(6)]
+    copied = own_copy({"row": rows})["row"]
+    assert copied.is_pinned() is (where == "pinned")
+    rows.fill_(1)
+    assert not copied.any()
 
 
 def test_frozen_layers_leave_steps_complete(session: Session) -> None:

@@ -140,7 +140,7 @@ def test_autocast_computes_as_with_sdpa(family: str) -> None:
 
 def test_layers_of_different_shapes_are_all_told() -> None:
     calls = check_documents(make_model(tiny_config("gemma4_text"), "distca")).calls
-    assert [call.head_dim for call in calls] == [16, 32]
+    assert [call.shape.head_dim for call in calls] == [16, 32]
 
 
 def test_the_check_leaves_the_model_and_random_numbers_as_they_were() -> None:

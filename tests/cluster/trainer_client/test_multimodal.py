@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 
-from tests.cluster.trainer_client.test_transformers import SIZES, make_batches, open_session
+from tests.cluster.trainer_client.test_transformers import SIZES, make_batches
 from tests.support.cluster import Cluster
-from trainer_client import Session, SessionError
-from trainer_client.models.whole_rows import turns_inside
-from trainer_client.turns.manifests import manifest_of_row
+from tests.support.loops import attached
+from trainer_client.models.transformers import UnsupportedArgument
 
 PICTURE = 5
 """The token that a picture's features take the place of."""
@@ -62,10 +61,10 @@ def twice(make: Callable[[str], Any]) -> tuple[Any, Any]:
     return model, local
 
 
-def train(session: Session, model: Any, local: Any, batch: dict[str, Any], **manifest: Any) -> None:
-    step = session.next_step
-    session.submit(manifest_of_row(step, 0, batch, 2, **manifest))
-    with turns_inside(model), session.step(step):
+def train(
+    cluster: Cluster, job: str, model: Any, local: Any, batch: dict[str, Any], **options: Any
+) -> None:
+    with attached(cluster, model, job, **options):
         model(**batch).loss.backward()
     local(**batch, use_cache=False).loss.backward()
     for (name, mine), other in zip(model.named_parameters(), local.parameters(), strict=True):
@@ -100,8 +99,8 @@ def test_a_tower_keeps_its_own_attention(pool_of_four: Cluster, checkpointed: bo
     row["input_ids"][0, 2:6] = row["input_ids"][0, 14:18] = PICTURE
     row["labels"] = row["labels"].where(row["input_ids"] != PICTURE, -100)
     pictures = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    with open_session(pool_of_four, f"multimodal-llava-{checkpointed}") as session:
-        train(session, model, local, {**row, "pixel_values": pictures})
+    batch = {**row, "pixel_values": pictures}
+    train(pool_of_four, f"llava-{checkpointed}", model, local, batch, turns=2)
 
 
 def test_a_tower_keeps_its_own_attention_when_the_implementation_is_set() -> None:
@@ -111,26 +110,24 @@ def test_a_tower_keeps_its_own_attention_when_the_implementation_is_set() -> Non
     assert model.model.language_model.config._attn_implementation == "distca"
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_masks_that_are_made_around_the_decoder(pool_of_four: Cluster, cut: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{"turns": 1}, {"turns": 2}, {"turns": 2, "cut_documents": True}]
+)
+def test_masks_that_are_made_around_the_decoder(
+    pool_of_four: Cluster, options: dict[str, Any]
+) -> None:
     """The whole row's, which its nano-batches get."""
     model, local = twice(gemma3)
-    row = row_of(12, 20, 9)
-    with open_session(
-        pool_of_four, f"multimodal-gemma3-{cut}", n_layers=1, cut_documents=cut
-    ) as session:
-        train(session, model, local, row, cut_documents=cut)
+    job = f"gemma3-{options['turns']}-{len(options)}"
+    train(pool_of_four, job, model, local, row_of(12, 20, 9), **options)
 
 
 def test_masks_of_the_model_s_own_are_refused(pool_of_four: Cluster) -> None:
     model = gemma3("distca")
     row = row_of(12, 20, 9)
     row["token_type_ids"] = torch.zeros_like(row["input_ids"])
-    with open_session(pool_of_four, "multimodal-pictures", n_layers=1) as session:
-        session.submit(manifest_of_row(session.next_step, 0, row, 2))
-        refused = pytest.raises(ValueError, match="text-only class")
-        with refused, turns_inside(model), session.step(session.next_step - 1):
-            model(**row)
+    with attached(pool_of_four, model, "pictures"), pytest.raises(UnsupportedArgument):
+        model(**row)
 
 
 def test_padded_batches_are_refused_where_masks_are_made_around(pool_of_four: Cluster) -> None:
@@ -139,8 +136,5 @@ def test_padded_batches_are_refused_where_masks_are_made_around(pool_of_four: Cl
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-    with open_session(pool_of_four, "multimodal-padded", n_layers=1) as session:
-        session.submit(manifest_of_row(session.next_step, 0, batch, 2))
-        refused = pytest.raises(SessionError)
-        with refused, turns_inside(model), session.step(session.next_step - 1):
-            model(**batch)
+    with attached(pool_of_four, model, "padded"), pytest.raises(UnsupportedArgument):
+        model(**batch)

@@ -40,6 +40,7 @@ from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two, in_halves
 from tests.support.forkserver import run_forked
+from tests.support.loops import submitted as numbered
 from tests.support.process_groups import process_group
 from trainer_client import (
     Pipeline,
@@ -53,7 +54,6 @@ from trainer_client import (
     measure_stages,
     prepare_fsdp,
     schedule_of,
-    submit_ahead,
 )
 from trainer_client import core_attention as served
 from trainer_client.pipelines.pipelining import (
@@ -395,7 +395,7 @@ def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]
             [{"position_ids": positions_of(lengths)} for lengths in documents(case, step)[replica]]
             for step in range(STEPS)
         ]
-        for step, microbatches in submit_ahead(session, loader):
+        for step, microbatches in numbered(session, loader):
             positions = torch.cat([batch["position_ids"] for batch in microbatches], dim=1)
             yield step, positions.view(-1, case.microbatch_shape[1])
         return

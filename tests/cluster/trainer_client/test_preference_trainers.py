@@ -1,9 +1,8 @@
-"""Trainers of TRL that pad their batches, with a reference model or without, train with DistCA as
-with local attention; those that make batches of their own train at home, and are refused else."""
+"""Trainers of TRL that pad their batches, with a reference model or without, and those that make
+batches of their own, train with DistCA as with local attention."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
     RewardConfig,
     RewardTrainer,
 )
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.cluster.trainer_client.trainer_runs import CONFIG, SETTINGS, FirstGradients, tokenizer
-from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
-from trainer_client import at_home
-from trainer_client.loops.trainer import UnsupportedTrainer, serve_trainer
+from tests.support.cluster import Cluster
+from tests.support.loops import attached
 
 GRADIENTS, LOG = 2e-5, 2e-4
 """float32 through two layers on the same weights; then steps of AdamW, which divides gradients by
@@ -85,19 +81,6 @@ def dpo(implementation: str, folder: Path, **given: Any) -> Any:
     )  # fmt: skip
 
 
-def kto(implementation: str, folder: Path, **given: Any) -> Any:
-    model = loaded(transformers.AutoModelForCausalLM, implementation, folder)
-    answers = [
-        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
-        for pair in pairs()
-        for name in ("chosen", "rejected")
-    ]
-    return KTOTrainer(
-        model, args=KTOConfig(**given), train_dataset=Dataset.from_list(answers),
-        processing_class=spaced(),
-    )  # fmt: skip
-
-
 def reward(implementation: str, folder: Path, **given: Any) -> Any:
     model = loaded(
         transformers.AutoModelForSequenceClassification, implementation, folder, num_labels=1
@@ -119,12 +102,19 @@ def grpo(implementation: str, folder: Path, **given: Any) -> Any:
     )
 
 
-def trained(trainer: Any, around: Any) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
+def orpo(implementation: str, folder: Path, **given: Any) -> Any:
+    model = loaded(transformers.AutoModelForCausalLM, implementation, folder)
+    return ORPOTrainer(
+        model, args=ORPOConfig(**given), train_dataset=Dataset.from_list(pairs()),
+        processing_class=spaced(),
+    )  # fmt: skip
+
+
+def trained(trainer: Any) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
     """Gradients of the first step, and losses and norms of all."""
     gradients = FirstGradients()
     trainer.add_callback(gradients)
-    with around:
-        trainer.train()
+    trainer.train()
     kept = ("loss", "grad_norm")
     log = [{k: float(v) for k, v in e.items() if k in kept} for e in trainer.state.log_history]
     return gradients.kept, [entry for entry in log if entry]
@@ -132,16 +122,6 @@ def trained(trainer: Any, around: Any) -> tuple[dict[str, list[float]], list[dic
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**SETTINGS, "output_dir": str(folder / "out"), "max_steps": 2, **changes}
-
-
-def options(cluster: Cluster, job: str) -> dict[str, Any]:
-    keep_profile(cluster.folder, NODE_SHAPE)
-    return {
-        "control_plane": cluster.address,
-        "job": job,
-        "placement": "pool",
-        **on_this_host(cluster.folder),
-    }
 
 
 def compare(served: Any, local: Any) -> None:
@@ -155,29 +135,11 @@ def compare(served: Any, local: Any) -> None:
         assert mine == pytest.approx(theirs, rel=LOG)
 
 
-@pytest.mark.parametrize("make", [dpo, kto, reward])
-def test_padded_batches_train_as_with_local_attention(
-    make: Any, tmp_path: Path, pool_of_four: Cluster
-) -> None:
-    local = trained(make("sdpa", tmp_path, **settings(tmp_path)), nullcontext())
+@pytest.mark.parametrize("make", [dpo, reward, grpo, orpo])
+def test_trains_as_with_local_attention(make: Any, tmp_path: Path, pool_of_four: Cluster) -> None:
+    local = trained(make("sdpa", tmp_path, **settings(tmp_path)))
     trainer = make("distca", tmp_path, **settings(tmp_path))
-    served = trained(trainer, serve_trainer(trainer, **options(pool_of_four, make.__name__)))
+    with attached(pool_of_four, trainer.model, make.__name__) as door:
+        served = trained(trainer)
+        assert door.session is not None
     compare(served, local)
-
-
-def test_batches_of_the_trainer_s_own_train_at_home(tmp_path: Path, pool_of_four: Cluster) -> None:
-    local = trained(grpo("sdpa", tmp_path, **settings(tmp_path)), nullcontext())
-    compare(trained(grpo("distca", tmp_path, **settings(tmp_path)), at_home()), local)
-    trainer = grpo("distca", tmp_path, **settings(tmp_path))
-    with pytest.raises(UnsupportedTrainer), serve_trainer(trainer, control_plane="h:1", job="grpo"):
-        pytest.fail("it is refused before anything is asked of a control plane")
-
-
-def test_pairs_that_the_trainer_puts_together_are_refused_at_once(tmp_path: Path) -> None:
-    model = loaded(transformers.AutoModelForCausalLM, "distca", tmp_path)
-    trainer = ORPOTrainer(
-        model, args=ORPOConfig(**settings(tmp_path)), train_dataset=Dataset.from_list(pairs()),
-        processing_class=spaced(),
-    )  # fmt: skip
-    with pytest.raises(UnsupportedTrainer), serve_trainer(trainer, control_plane="h:1", job="orpo"):
-        pytest.fail("it is refused before anything is asked of a control plane")

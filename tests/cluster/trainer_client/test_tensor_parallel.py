@@ -38,10 +38,10 @@ from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
+from tests.support.loops import submitted
 from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (
-    PingPong,
     PlanNotReady,
     Session,
     SessionClosed,
@@ -49,9 +49,9 @@ from trainer_client import (
     SessionOptions,
     core_attention,
     prepare_fsdp,
-    submit_ahead,
 )
 from trainer_client.hooks.tensor_parallel import mesh_of
+from trainer_client.step.ping_pong import PingPong
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -193,7 +193,7 @@ def steps_of(case: Case, session: Session, replica: int) -> Iterator[tuple[int, 
             ]
             for step in range(STEPS)
         ]
-        for step, nano_batches in submit_ahead(session, batches):
+        for step, nano_batches in submitted(session, batches):
             yield step, list(nano_batches)
         return
     rank = session.options.rank
@@ -345,7 +345,7 @@ def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) ->
         for step, nano_batches in enumerate(lengths)
     ]
     with Session.open(options) as session:
-        for step, nano_batches in submit_ahead(session, batches):
+        for step, nano_batches in submitted(session, batches):
             model.zero_grad()
             with session.step(step):
                 loss = torch.stack(ping_pong(nano_batches)).sum()
@@ -412,7 +412,7 @@ def run_ranks_with_late_replies(rank: int, folder: str, address: str) -> None:
             batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([7, 4], [5])
         ]
         with Session.open(options) as session:
-            for step, nano_batches in submit_ahead(session, [batches]):
+            for step, nano_batches in submitted(session, [batches]):
                 with session.step(step) as running:
                     torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
         assert running.report is not None
@@ -511,7 +511,7 @@ def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: 
         if rank == 1:
             model.model.layers[1].self_attn.register_forward_pre_hook(kill)
         with Session.open(options) as session:
-            for step, nano_batches in submit_ahead(session, [batches, batches]):
+            for step, nano_batches in submitted(session, [batches, batches]):
                 model.zero_grad()
                 with session.step(step) as running:
                     loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
@@ -545,7 +545,7 @@ def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
                 lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             )
         session = Session.open(options)
-        step, nano_batches = next(submit_ahead(session, [batches], ahead=0))
+        step, nano_batches = next(submitted(session, [batches]))
         try:
             with session.step(step):
                 torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()

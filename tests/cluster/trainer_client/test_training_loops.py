@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import pickle
-import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +15,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trainer_client
 from core_attention.manifest import RankManifest
-from tests import ROOT
 from tests.cluster.trainer_client.test_at_home import compare_gradients, pair, pair_of
 from tests.cluster.trainer_client.test_transformers import (
     CONFIGS,
@@ -38,11 +32,12 @@ from tests.cluster.trainer_client.test_transformers import (
     open_session,
 )
 from tests.support.cluster import Cluster
+from tests.support.loops import attached
 from tests.support.process_groups import process_group
-from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
+from trainer_client import Session, SessionError, labels_per_rank
+from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
-from trainer_client.models.whole_rows import turns_inside
-from trainer_client.turns.manifests import manifest_of_row
+from trainer_client.step.ping_pong import PingPong
 from trainer_client.turns.padded_rows import PaddedRows
 
 ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
@@ -92,60 +87,18 @@ def compare_weights(model: Any, local: Any) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-4, msg=name)
 
 
-def test_accelerate(session: Session) -> None:
-    train_with_accelerate(session)
-
-
-def test_rows_split_in_their_middle(pool_of_four: Cluster) -> None:
-    with open_session(pool_of_four, "training-loops-cut", cut_documents=True) as session:
-        train_with_accelerate(session)
-
-
-@pytest.mark.parametrize(
-    ("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager"), ("Llama4", "sdpa")]
-)
-def test_windows_in_rows_split_in_their_middle(
-    pool_of_four: Cluster, name: str, locally: str
-) -> None:
-    with open_session(
-        pool_of_four, f"training-loops-cut-{name}", cut_documents=True, n_layers=1
-    ) as session:
-        for batch in make_batches(lengths=ROWS):
-            model, local = pair_of(MIXED[name], locally)
-            step = session.next_step
-            session.submit(manifest_of_row(step, 0, batch, 2, cut_documents=True))
-            with turns_inside(model), session.step(step):
-                document_losses(model(**batch).logits, batch).backward()
-            for document in documents_in(batch):
-                document_losses(local(**document, use_cache=False).logits, document).backward()
-            compare_gradients(model, local)
-
-
-def test_a_row_of_two_tokens_split_in_its_middle(pool_of_four: Cluster) -> None:
-    """Each half has one row, which does not tell a causal mask from another."""
-    model, local = pair()
-    (row,) = make_batches(lengths=([2],))
-    del row["labels"]
-    with open_session(pool_of_four, "training-loops-two", cut_documents=True) as session:
-        session.submit(manifest_of_row(session.next_step, 0, row, 2, cut_documents=True))
-        with turns_inside(model), session.step(session.next_step - 1):
-            model(**row).logits.square().mean().backward()
-    local(**row).logits.square().mean().backward()
-    compare_gradients(model, local)
-
-
-def train_with_accelerate(session: Session) -> None:
+@pytest.mark.parametrize("options", [{}, {"turns": 2}, {"turns": 2, "cut_documents": True}])
+def test_accelerate(pool_of_four: Cluster, options: dict[str, Any]) -> None:
     """A loop that calls the model with whole rows, beside the same one with local attention."""
     model, local = pair()
     accelerator = accelerate.Accelerator(cpu=True)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     losses = []
-    with turns_inside(model):
-        for step, batch in submit_ahead(session, counted()):
-            with session.step(step):
-                loss = prepared(**batch).loss
-                accelerator.backward(loss)
+    with attached(pool_of_four, model, f"accelerate-{len(options)}", **options):
+        for batch in counted():
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -153,13 +106,25 @@ def train_with_accelerate(session: Session) -> None:
     compare_weights(model, local)
 
 
-def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
-    text = (ROOT / "docs" / "training_loops.md").read_text()
-    (code,) = re.findall(r"```python\n(class Served.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {"lightning": lightning, "torch": torch, "submit_ahead": submit_ahead}
-    exec(code, names)
+class Language(lightning.LightningModule):  # type: ignore[misc]  # it is untyped
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+        return counted()
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+
+def test_lightning(pool_of_four: Cluster, tmp_path: Any) -> None:
     model, local = pair()
-    with turns_inside(model):
+    with attached(pool_of_four, model, "lightning"):
         lightning.Trainer(
             accelerator="cpu",
             max_epochs=2,
@@ -168,29 +133,35 @@ def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
-            callbacks=[names["Served"](session)],
-        ).fit(names["Language"](model, session, counted()))
+        ).fit(Language(model))
     trained(local, 2 * rows())
     compare_weights(model, local)
 
 
-def test_copies_of_a_model_have_weights_of_their_own() -> None:
-    """Averages of weights, and models kept for comparison: in the block and after it."""
+@pytest.mark.parametrize(
+    ("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager"), ("Llama4", "sdpa")]
+)
+def test_windows_in_rows_split_in_their_middle(
+    pool_of_four: Cluster, name: str, locally: str
+) -> None:
+    for n, batch in enumerate(make_batches(lengths=ROWS)):
+        model, local = pair_of(MIXED[name], locally)
+        with attached(pool_of_four, model, f"cut-{name}-{n}", turns=2, cut_documents=True):
+            document_losses(model(**batch).logits, batch).backward()
+        for document in documents_in(batch):
+            document_losses(local(**document, use_cache=False).logits, document).backward()
+        compare_gradients(model, local)
+
+
+def test_a_row_of_two_tokens_split_in_its_middle(pool_of_four: Cluster) -> None:
+    """Each half has one row, which does not tell a causal mask from another."""
     model, local = pair()
-    (row,) = make_batches(lengths=([5, 9],))
-    with torch.no_grad():
-        expected = local(**row).logits
-        with turns_inside(model):
-            signature = inspect.signature(model.model.forward)
-            assert next(iter(signature.parameters)) == "input_ids"
-            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-            for parameter in model.parameters():
-                parameter.zero_()
-            within = [each(**row).logits for each in copies]
-        after = [each(**row).logits for each in copies]
-    for found in within + after:
-        torch.testing.assert_close(found, expected)
-    assert "forward" not in vars(model.model)
+    (row,) = make_batches(lengths=([2],))
+    del row["labels"]
+    with attached(pool_of_four, model, "two-tokens", turns=2, cut_documents=True):
+        model(**row).logits.square().mean().backward()
+    local(**row).logits.square().mean().backward()
+    compare_gradients(model, local)
 
 
 def test_accumulation_within_a_step(session: Session) -> None:
@@ -207,28 +178,6 @@ def test_accumulation_within_a_step(session: Session) -> None:
     compare_gradients(model, local)
 
 
-def test_a_second_call_with_gradients_is_refused(session: Session) -> None:
-    model, _ = pair()
-    (row,) = make_batches(lengths=([5, 9],))
-    step = submit(session, ([5], [9]))
-    refused = pytest.raises(SessionError)
-    with turns_inside(model), refused, session.step(step):
-        model(**row).loss.backward()
-        model(**row).loss.backward()
-
-
-def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
-    model, _ = pair()
-    (row,) = make_batches(lengths=([5, 9],))
-    step = submit(session, ([5], [8]))
-    with (
-        turns_inside(model),
-        pytest.raises(SessionError),
-        session.step(step),
-    ):
-        model(**row)
-
-
 @pytest.fixture
 def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
     with process_group(tmp_path):
@@ -239,10 +188,6 @@ def by_fsdp1(layers: nn.ModuleList) -> None:
     layers[0] = FullyShardedDataParallel(layers[0], device_id=torch.device("cpu"))
 
 
-def by_fsdp2(layers: nn.ModuleList) -> None:
-    fully_shard(layers[0], mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
-
-
 def by_zero_3(layers: nn.ModuleList) -> None:
     for index, parameter in enumerate(layers[0].parameters()):
         untyped: Any = parameter
@@ -250,48 +195,25 @@ def by_zero_3(layers: nn.ModuleList) -> None:
 
 
 @pytest.mark.usefixtures("alone_in_a_group")
-@pytest.mark.parametrize(
-    ("shard", "named"),
-    [
-        (by_fsdp1, "'layers.0' is FullyShardedDataParallel"),
-        (by_fsdp2, "'layers.0' is sharded by"),
-        (by_zero_3, r"'layers.0.self_attn.q_proj.weight' is sharded by DeepSpeed's ZeRO-3"),
-    ],
-)
-@pytest.mark.parametrize("lengths", [([5], [9]), ([5], [])])
-def test_layers_that_are_not_prepared_for_turns_are_refused(
-    session: Session,
-    shard: Callable[[nn.ModuleList], None],
-    named: str,
-    lengths: tuple[list[int], ...],
+@pytest.mark.parametrize("shard", [by_fsdp1, by_zero_3])
+def test_layers_in_which_nano_batches_cannot_take_turns_are_refused(
+    pool_of_four: Cluster, shard: Callable[[nn.ModuleList], None]
 ) -> None:
-    """Also by a rank that has one nano-batch where others may have two."""
     model, _ = pair()
-    (row,) = make_batches(lengths=([length for part in lengths for length in part],))
-    with turns_inside(model):
-        shard(model.model.layers)
-        step = submit(session, lengths)
-        with pytest.raises(SessionError, match=named), session.step(step):
-            model(**row).loss.backward()
+    (row,) = make_batches(lengths=([5, 9],))
+    shard(model.model.layers)
+    with attached(pool_of_four, model, shard.__name__, turns=2), pytest.raises(SessionError):
+        model(**row)
 
 
-@pytest.mark.parametrize("name", ["Llama", "roberta"])
-def test_padded_rows_need_positions_that_begin_at_0(session: Session, name: str) -> None:
+def test_padded_rows_need_positions_that_begin_at_0(pool_of_four: Cluster) -> None:
     """Positions that the model would count itself are those that it trains with locally."""
-    model, local = pair() if name == "Llama" else pair_of(begins_behind_the_padding())
+    model, _ = pair_of(begins_behind_the_padding())
     (row,) = make_batches(lengths=([9],))
-    batch = {"input_ids": row["input_ids"], "attention_mask": torch.ones_like(row["input_ids"])}
-    batch["labels"] = batch["input_ids"]
-    refused = pytest.raises(UnsupportedModel)
-    with (
-        refused if name == "roberta" else nullcontext(),
-        turns_inside(model),
-        session.step(submit(session, ([9], []))),
-    ):
-        model(**batch).loss.backward()
-    if name == "Llama":
-        local(**batch).loss.backward()
-        compare_gradients(model, local)
+    mask = torch.ones_like(row["input_ids"])
+    mask[0, 0] = 0
+    with attached(pool_of_four, model, "roberta"), pytest.raises(UnsupportedModel):
+        model(input_ids=row["input_ids"], attention_mask=mask)
 
 
 def test_noise_in_outputs_does_not_tell_of_positions() -> None:
@@ -373,8 +295,8 @@ def test_a_served_reference_model(pool_of_four: Cluster) -> None:
 def test_several_models_in_one_module_are_not_split_inside() -> None:
     model, other = (make_model(copy.deepcopy(CONFIGS["Llama"]), "distca") for _ in range(2))
     both = torch.nn.ModuleList([model, other])
-    with pytest.raises(UnsupportedModel), turns_inside(both):
-        pass
+    with pytest.raises(UnsupportedModel):
+        decoder_of(both)
 
 
 class _InBlocks(torch.nn.Module):

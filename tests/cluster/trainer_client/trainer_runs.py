@@ -24,9 +24,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+import distca
 from tests.support.cluster import on_this_host
 from tests.support.tiny_models import TINY_LLAMA
-from trainer_client.loops.trainer import serve_trainer
 
 CONFIG = TINY_LLAMA
 VOCABULARY: int = CONFIG["vocab_size"]
@@ -149,8 +149,9 @@ def run(
     trainer = make(implementation, folder, gradients, **settings)
     steps = 0
     if implementation == "distca":
-        with serve_trainer(trainer, **served) as session:
+        with distca.attach(trainer.model, **served) as attached:
             trainer.train(resume_from_checkpoint=resume)
+            session: Any = attached.session
             steps = session.next_step
     else:
         trainer.train(resume_from_checkpoint=resume)

@@ -19,7 +19,7 @@ from tests.support.cluster import Cluster
 from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Team
 from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
-from trainer_client.turns.manifests import manifest_of_row
+from trainer_client.turns.manifests import manifest_of_forward
 
 TWO_RANKS = {
     "one document": in_halves(2, 601),
@@ -200,13 +200,16 @@ def test_backward_of_nano_batch_0_alone_is_refused(one_rank: Steps, later: bool)
 def test_a_packed_row_is_split_in_its_middle(
     lengths: list[int], halves: list[list[tuple[int, int, int]]]
 ) -> None:
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    manifest = manifest_of_row(3, 1, {"position_ids": positions}, 2, cut_documents=True)
+    options = SessionOptions(
+        control_plane="here:1", job="a", rank=1, n_ranks=2, n_layers=1, shape=make_shape(),
+        n_nano_batches=6, cut_documents=True, data_host="127.0.0.1",
+    )  # fmt: skip
+    manifest = manifest_of_forward(3, options, lengths, range(2, 4))
     first = 1 << 32
     assert [
         [(s.document_id - first, s.offset, s.length) for s in segments]
         for segments in manifest.nano_batches
-    ] == halves
+    ] == [[], [], *halves, [], []]
     assert all(
         s.document_length == lengths[s.document_id - first] for s in chain(*manifest.nano_batches)
     )
@@ -215,7 +218,7 @@ def test_a_packed_row_is_split_in_its_middle(
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"n_nano_batches": 1}, "n_nano_batches is 1"),
+        ({"n_nano_batches": 1}, "of 1 nano-batches two are cut"),
         ({"shape": replace(make_shape(), mask=MaskKind.FULL)}, "under the mask FULL"),
     ],
 )

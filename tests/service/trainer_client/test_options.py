@@ -11,7 +11,7 @@ import torch
 
 import trainer_client
 from core_attention.shape import AttentionShape
-from tests.cluster.trainer_client.test_probe import JOB, llama
+from tests.cluster.trainer_client.test_options_of_models import JOB, llama
 from trainer_client import Placement, Session, SessionOptions
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -84,6 +84,6 @@ def test_a_device_that_is_none_is_named_when_the_model_is_looked_at() -> None:
 
 @pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
 def test_the_cpu_has_one_name(device: Any) -> None:
-    # accelerate's name for the CPU of a rank, so that of serve_trainer's options too.
+    # accelerate's name for the CPU of a rank.
     assert options(device=device).device == "cpu"
     assert SessionOptions.for_model(llama(), **JOB, device=device).device == "cpu"

@@ -30,6 +30,7 @@ class LocalSession:
     Attributes:
         reported: steps, in the order in which they were reported.
         skips: the first tick of each lane that servers are told not to expect.
+        nano_batches: those that had a tick.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -37,6 +38,7 @@ class LocalSession:
         self.next_step = 0
         self.reported: list[int] = []
         self.skips: list[EndLane] = []
+        self.nano_batches: set[int] = set()
         self.lock = threading.Condition()
         self._machine: RankMachine[Any, Any, Any] = RankMachine(
             options.n_layers, options.n_nano_batches, recovery_timeout_seconds=1.0
@@ -120,6 +122,7 @@ class LocalSession:
             raise CoreAttentionFailed(f"step {running.step} is over")
         sent = SentTick(tick, Unwritten(tick, inputs), None, copies_keys, outputs, None)
         running.sent[tick] = sent
+        self.nano_batches.add(tick.nano_batch)
         running.machine.begin(tick)
         return sent
 

@@ -150,7 +150,7 @@ def test_the_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
         run(_Model(), keeps_the_last_output).end()
     (record,) = caplog.records
     assert "_Model keeps layer.last on its modules" in record.message
-    assert "interleave=False" in record.message
+    assert "turns=1" in record.message
 
 
 def watched(model: _Model, its: Pass, n: int = 2) -> bool:

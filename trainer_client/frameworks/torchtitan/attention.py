@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +15,16 @@ from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
 from core_attention.host_copies import on_host
+from core_attention.kernels.own import shape_of
 from core_attention.score_rule import ScoreRule
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.probing import current_probe
+from trainer_client.hooks.tensor_parallel import check_local
 from trainer_client.models.documents import documents_of
+from trainer_client.models.found_options import ServedCall
 from trainer_client.step.home import HomeCall, attend_at_home
 from trainer_client.step.home_tasks import tasks_of_documents
 from trainer_client.step.lane import (
@@ -73,16 +77,19 @@ class ServedAttention(VarlenAttention):
         dtype: torch.dtype = v.dtype
         scale = arguments.get("scale") or q.shape[-1] ** -0.5
         masks = arguments.get("attention_masks")
-        probed = current_probe.get() is not None or is_shape_inference(Checkpoints().recomputed)
-        at_home = not probed and is_validation()
-        if not (probed or at_home):
+        seen = SeenCalls.current.get()
+        dry_run = seen is not None or is_shape_inference(Checkpoints().recomputed)
+        at_home = not dry_run and is_validation()
+        if not (dry_run or at_home):
             lane = _lane()
             if masks is not None:
                 documents_of(lane).check({"cu_seq_lens_q": masks.cu_seq_q})
             dtype = getattr(torch, lane.running.job.shape.dtype)
         # All in one dtype: rotary embeddings may leave queries and keys in float32.
         q, k, v = (tensor.to(dtype).contiguous() for tensor in (q, k, v))
-        if at_home:
+        if seen is not None:
+            o, lse = seen.note(q, k, v, scale, served=self.window is None)
+        elif at_home:
             o, lse = _attend_documents(q, k, v, masks, self.window, scale)
         else:
             o, lse = core_attention_and_lse(q, k, v, window=self.window, scale=scale)
@@ -92,6 +99,48 @@ class ServedAttention(VarlenAttention):
         return o if transform is None else transform(o, lse.view(*query.shape[:-1]))
 
     forward.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+
+class SeenCalls:
+    """The calls of a forward that is run for them alone, in :meth:`recording`.
+
+    Attributes:
+        served: those that servers are to compute.
+        n_at_home: how many others there are.
+    """
+
+    current: ContextVar[SeenCalls | None] = ContextVar("distca_torchtitan_calls", default=None)
+
+    def __init__(self) -> None:
+        self.served: list[ServedCall] = []
+        self.n_at_home = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Calls in the block are noted, and give zeros."""
+        token = self.current.set(self)
+        try:
+            yield
+        finally:
+            self.current.reset(token)
+
+    def note(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, served: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros for o and lse of a call.
+
+        Raises:
+            TensorError: a tensor is a DTensor.
+        """
+        check_local(q=q, k=k, v=v)
+        kind = q.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+        shape = shape_of(q.to(dtype), k, v)
+        if served:
+            self.served.append(ServedCall(shape, scale, q.device))
+        else:
+            self.n_at_home += 1
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
 def window_of(config: VarlenAttention.Config) -> int | None:

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
 
@@ -20,7 +20,10 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
-from trainer_client.frameworks.torchtitan.attention import ServedAttention
+from trainer_client.frameworks.torchtitan.attention import (
+    SeenCalls,
+    ServedAttention,
+)
 from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
 from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, SubmittedBatch
 from trainer_client.frameworks.torchtitan.pipelines import order_of, timed_run
@@ -35,7 +38,7 @@ from trainer_client.frameworks.versions import (
 )
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
-from trainer_client.models.probe import ProbedAttention, Recorder
+from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.pipelines.deferred_weights import defer_weights
 from trainer_client.pipelines.pipelining import Pipeline
 from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
@@ -82,8 +85,7 @@ class ServedTrainer(Trainer):
         self._order = self._order_of_pipelines()
         self._cutting = self._how_to_cut()
         self._layers_of_parts: list[int] = []
-        found = self._probe()
-        self._session = Session.open(self._session_options(found))
+        self._session = Session.open(self._session_options(self._calls_of_parts()))
         self._wire()
 
     @property
@@ -214,30 +216,33 @@ class ServedTrainer(Trainer):
         self._session.submit(RankManifest(step, rank, nano_batches))
         self._steps.append(_Submitted(step, planned))
 
-    def _probe(self) -> ProbedAttention:
-        """The core attention that the model calls, by a forward of a few tokens on all ranks."""
+    def _calls_of_parts(self) -> list[ServedCall]:
+        """The calls that are served, found by a forward of a few tokens on all ranks."""
         tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
-        kinds = []
+        calls: list[ServedCall] = []
         for part in self.model_parts:
             reached = [each for each in part.modules() if isinstance(each, ServedAttention)]
-            recorder = Recorder(part)
+            seen = SeenCalls()
             inputs = tokens
             if part.tok_embeddings is None:
                 inputs = self._hidden(tokens.numel())
             masks = part.get_attention_masks(positions=tokens)
-            with self.train_context(), untouched(part), recorder.recording():
+            with self.train_context(), untouched(part), seen.recording():
                 part(inputs, positions=tokens, attention_masks=masks)
-            found = len(recorder.calls) + recorder.home_calls
+            found = len(seen.served) + seen.n_at_home
             if found != len(reached):
                 raise SessionError(
                     f"{len(reached)} attention layers of the model were replaced, and a forward "
                     f"reaches {found}; every layer must be run once"
                 )
-            self._layers_of_parts.append(len(recorder.calls))
-            kinds.append(recorder.kind())
-        if any(kind != kinds[0] for kind in kinds):
-            raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
-        return ProbedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
+            if not seen.served:
+                raise SessionError(
+                    f"all {seen.n_at_home} attention layers of the model, or of a stage, have a "
+                    "window, and servers would have nothing to do; train it without DistCA"
+                )
+            self._layers_of_parts.append(len(seen.served))
+            calls += seen.served
+        return calls
 
     def _hidden(self, n_tokens: int) -> torch.Tensor:
         """Hidden states ``[1, n_tokens, D]`` of zeros, as a stage passes them on: this rank's part
@@ -288,7 +293,7 @@ class ServedTrainer(Trainer):
         with self.train_context():
             return measured_pipelining(order, runs, layers, n_tokens, ranks_of_stage)
 
-    def _session_options(self, found: ProbedAttention) -> SessionOptions:
+    def _session_options(self, calls: list[ServedCall]) -> SessionOptions:
         dims, settings = self.parallel_dims, self.config.distca
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
         batch_rank, batch_degree = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
@@ -299,19 +304,16 @@ class ServedTrainer(Trainer):
         pipelining = None
         if self._order is not None:
             pipelining = self._pipelining(self._order, batch_degree * n_shares)
-            found = replace(found, n_layers=pipelining.max_layers)
-        return SessionOptions(
-            **found.complete(
-                {
-                    **settings.session_options(),
-                    "pipelining": pipelining,
-                    "job": settings.job,
-                    **rank_options((stage, dims.pp), (batch_rank, batch_degree), (share, n_shares)),
-                    "n_nano_batches": self._batches_of_step * self._cutting.n_lanes,
-                    **self.more_session_options(),
-                }
-            )
-        )
+        n_layers = None if pipelining is None else pipelining.max_layers
+        options = {
+            **settings.session_options(),
+            "pipelining": pipelining,
+            "job": settings.job,
+            **rank_options((stage, dims.pp), (batch_rank, batch_degree), (share, n_shares)),
+            "n_nano_batches": self._batches_of_step * self._cutting.n_lanes,
+            **self.more_session_options(),
+        }
+        return SessionOptions(**options_of_calls(calls, options, n_layers=n_layers))
 
     def more_session_options(self) -> dict[str, Any]:
         """Further :class:`trainer_client.SessionOptions`, for subclasses: TLS, timeouts."""

@@ -1,0 +1,32 @@
+"""Loops around models: attached ones, and those of steps that are submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import distca
+from core_attention.manifest import RankManifest
+from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
+from trainer_client import Session
+from trainer_client.turns.manifests import lengths_of_documents
+
+NanoBatches = Sequence[Mapping[str, Any]]
+
+
+def attached(cluster: Cluster, model: nn.Module, job: str, **options: Any) -> distca.Attached:
+    """``model`` served by the nodes of ``cluster``, as the only rank."""
+    keep_profile(cluster.folder, NODE_SHAPE)
+    given = {"placement": "pool", **on_this_host(cluster.folder), **options}
+    return distca.attach(model, control_plane=cluster.address, job=job, **given)
+
+
+def submitted(session: Session, steps: Iterable[NanoBatches]) -> Iterator[tuple[int, NanoBatches]]:
+    """Each step with its number; all are submitted before the first one."""
+    numbered = list(enumerate(steps, session.next_step))
+    for step, batches in numbered:
+        lengths = [lengths_of_documents(batch["position_ids"]) for batch in batches]
+        session.submit(RankManifest.from_lengths(step, session.options.rank, lengths))
+    yield from numbered
