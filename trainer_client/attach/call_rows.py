@@ -1,4 +1,8 @@
-"""The documents of a model's call, read from its arguments when it comes."""
+"""The documents of a model's call, read from its arguments when it comes, and its rows packed.
+
+Trainers that pad call a model with ``[batch, tokens]`` and an attention mask. Inside the decoder
+padding is left out, so that nothing is computed, planned or sent for it, and comes back as zeros.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_device, on_host
 from trainer_client.turns.manifests import lengths_of_documents, padded_lengths
-from trainer_client.turns.padded_rows import PaddedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +24,14 @@ class CallRows:
 
     Attributes:
         lengths: of the documents, in packed order.
-        padded: where they are in a batch of several rows or with padding; None: they are the only
-            row.
+        shape: of the batch, ``(batch, tokens)``.
+        rows: ``[n_rows]`` int64, the places of its tokens in the flattened batch, in order; None:
+            the batch is one row without padding.
     """
 
     lengths: list[int]
-    padded: PaddedRows | None
+    shape: tuple[int, int]
+    rows: torch.Tensor | None
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> CallRows:
@@ -45,10 +51,15 @@ class CallRows:
             lengths = padded_lengths(mask)
             _check_positions(positions, mask)
             rows = mask.flatten().nonzero().squeeze(1)
-            return cls(lengths, PaddedRows(shape, on_device(rows, given.device)))
+            return cls(lengths, shape, on_device(rows, given.device))
         if (cumulative := named.get("cu_seq_lens_q")) is not None:
             lengths = on_host(cumulative).diff().tolist()
         elif positions is not None:
+            if positions.dim() > 2:
+                raise ManifestError(
+                    f"position_ids are {tuple(positions.shape)}, as of pictures; documents are "
+                    f"read from those {shape}, [batch, tokens]: train the text-only class"
+                )
             expanded = on_host(positions).expand(shape)
             lengths = [length for row in expanded for length in lengths_of_documents(row)]
         else:
@@ -56,8 +67,7 @@ class CallRows:
         if sum(lengths) != shape[0] * shape[1]:
             raise ManifestError(f"cu_seq_lens_q has {sum(lengths)} tokens, the batch {shape}")
         rows = torch.arange(shape[0] * shape[1])
-        padded = PaddedRows(shape, on_device(rows, given.device)) if shape[0] != 1 else None
-        return cls(lengths, padded)
+        return cls(lengths, shape, on_device(rows, given.device) if shape[0] != 1 else None)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """``[1, rows]``: those of the packed row, which restart at 0 in each document."""
@@ -65,6 +75,34 @@ class CallRows:
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         offsets = begins.repeat_interleave(torch.tensor(self.lengths))
         return on_device((torch.arange(len(offsets)) - offsets)[None], device)
+
+    def packed(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for the one row ``[1, n_rows]`` of all tokens, documents in order."""
+        return {name: self._pack(value) for name, value in named.items()}
+
+    def padded(self, output: Any) -> Any:
+        """Outputs for the packed row, as those for the batch: zeros where padding is."""
+        return output if self.rows is None else tree_map(self._pad, output)
+
+    def _pack(self, value: Any) -> Any:
+        of_batch = isinstance(value, torch.Tensor) and value.shape[:2] == self.shape
+        return value.flatten(0, 1)[self.rows][None] if of_batch and self.rows is not None else value
+
+    def _pad(self, output: Any) -> Any:
+        n_rows = sum(self.lengths)
+        if not isinstance(output, torch.Tensor):
+            return output
+        if output.shape[:2] == (1, n_rows):
+            return self._spread(output[0]).unflatten(0, self.shape)
+        # Of experts' routers, for example.
+        return self._spread(output) if output.shape[:1] == (n_rows,) else output
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` in their places in the flattened batch."""
+        batch, tokens = self.shape
+        whole = rows.new_zeros(batch * tokens, *rows.shape[1:])
+        whole[self.rows] = rows
+        return whole
 
 
 def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor | None:

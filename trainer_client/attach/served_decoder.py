@@ -28,7 +28,6 @@ from trainer_client.models.entrance import entrances
 from trainer_client.models.found_options import options_of_model
 from trainer_client.models.layer_masks import LaterMask
 from trainer_client.step.lane import Lane
-from trainer_client.turns.padded_rows import PaddedRows
 
 
 class ServedDecoder:
@@ -53,7 +52,7 @@ class ServedDecoder:
         self._steps, self._turns = steps, turns
         # The table of entrances holds this one as long as the model lives.
         self._decoder: weakref.ref[PreTrainedModel] | None = None
-        self._forwards: list[tuple[Forward, PaddedRows | None]] = []
+        self._forwards: list[tuple[Forward, CallRows]] = []
         models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         entrances.update((each, self) for each in models)
 
@@ -79,7 +78,7 @@ class ServedDecoder:
         # What a checkpoint runs again has its step.
         if recomputed_caller() is None:
             forward.begin(steps, rows.lengths)
-        self._forwards.append((forward, rows.padded))
+        self._forwards.append((forward, rows))
         return given
 
     def leave(self, model: nn.Module, output: Any) -> Any:
@@ -90,9 +89,9 @@ class ServedDecoder:
         """
         if not self._forwards or self._decoder is None or model is not self._decoder():
             return output
-        forward, padded = self._forwards.pop()
+        forward, rows = self._forwards.pop()
         forward.end()
-        return output if padded is None or forward.has_failed else padded.padded(output)
+        return output if forward.has_failed else rows.padded(output)
 
     def _lanes(self) -> list[Lane]:
         return self._forwards[-1][0].lanes if self._forwards else []
@@ -105,11 +104,12 @@ def holds_transformers(model: nn.Module) -> bool:
 
 def _packed(decoder: PreTrainedModel, named: dict[str, Any], rows: CallRows) -> dict[str, Any]:
     """Return the decoder's arguments as one row whose positions say where documents begin."""
-    given, mask = dict(named), named.get("attention_mask")
-    if rows.padded is not None:
+    given, mask = rows.packed(named), named.get("attention_mask")
+    device = next(decoder.parameters()).device
+    if rows.rows is not None:
         if given.get("position_ids") is None:
             refuse_own_positions(decoder)
-        given = rows.padded.packed(given)
+        given["position_ids"] = rows.positions(device)
     begins = itertools.accumulate(rows.lengths[:-1], initial=0)
     segments = [(begin, 0, length) for begin, length in zip(begins, rows.lengths, strict=True)]
     documents = Documents("the row of a forward", segments)
@@ -120,7 +120,7 @@ def _packed(decoder: PreTrainedModel, named: dict[str, Any], rows: CallRows) -> 
     )
     counts = all(check.counts_from_zero for check in map(check_of, decoder.modules()) if check)
     if given.get("position_ids") is None and counts:
-        given["position_ids"] = rows.positions(next(decoder.parameters()).device)
+        given["position_ids"] = rows.positions(device)
     if "use_cache" in inspect.signature(decoder.forward).parameters:
         given["use_cache"] = False
     return given

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
 
 import trainer_client
 from core_attention.manifest import RankManifest
@@ -35,10 +36,10 @@ from tests.support.cluster import Cluster
 from tests.support.loops import attached
 from tests.support.process_groups import process_group
 from trainer_client import Session, SessionError, labels_per_rank
+from trainer_client.attach.call_rows import CallRows
 from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.step.ping_pong import PingPong
-from trainer_client.turns.padded_rows import PaddedRows
 
 ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
 
@@ -111,8 +112,9 @@ class Language(lightning.LightningModule):  # type: ignore[misc]  # it is untype
         super().__init__()
         self.model = model
 
-    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
-        return counted()
+    def train_dataloader(self) -> Any:
+        untyped: Any = counted()
+        return DataLoader(untyped, batch_size=None)
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch).loss
@@ -362,7 +364,7 @@ class Outputs(NamedTuple):
 
 
 def test_named_tuples_of_padded_rows_stay_what_they_are() -> None:
-    rows = PaddedRows((2, 2), torch.tensor([0, 2, 3]))
+    rows = CallRows([1, 2], (2, 2), torch.tensor([0, 2, 3]))
     padded = rows.padded(Outputs(torch.ones(1, 3, 1)))
     assert isinstance(padded, Outputs)
     assert padded.hidden.flatten(1).tolist() == [[1, 0], [1, 1]]

@@ -106,6 +106,7 @@ def test_documents_are_read_from_a_call(named: dict[str, Any], lengths: list[int
         {"attention_mask": torch.ones(2, 1, 6, 6)},
         {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1], [1] * 6])},
         {"cu_seq_lens_q": torch.tensor([0, 6])},
+        {"position_ids": torch.arange(6).expand(3, 2, 6)},
         {
             "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
             "position_ids": torch.arange(6)[None],
