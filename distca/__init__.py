@@ -13,19 +13,23 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Attached": "trainer_client.attach",
+    "at_home": "trainer_client.local_attention.at_home",
     "attach": "trainer_client.attach",
     "core_attention": "trainer_client.attach.own_forwards",
     "flash_attn_func": "trainer_client.attach.own_forwards",
     "flash_attn_varlen_func": "trainer_client.attach.own_forwards",
+    "labels_per_rank": "trainer_client.loops.loss_weight",
     "served_forward": "trainer_client.local_attention.at_home",
 }
 
 __all__ = [
     "Attached",
+    "at_home",
     "attach",
     "core_attention",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "labels_per_rank",
     "served_forward",
 ]
 

@@ -3,6 +3,8 @@ from trainer_client.attach import attach as attach
 from trainer_client.attach.own_forwards import core_attention as core_attention
 from trainer_client.attach.own_forwards import flash_attn_func as flash_attn_func
 from trainer_client.attach.own_forwards import flash_attn_varlen_func as flash_attn_varlen_func
+from trainer_client.local_attention.at_home import at_home as at_home
 from trainer_client.local_attention.at_home import served_forward as served_forward
+from trainer_client.loops.loss_weight import labels_per_rank as labels_per_rank
 
 __version__: str

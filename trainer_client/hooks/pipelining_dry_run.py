@@ -1,5 +1,5 @@
 """Runs of a model for its shapes alone, in which nothing is served: PyTorch's pipelining finds
-shapes by them, and nano-batches without rows have no others."""
+shapes by them."""
 
 from __future__ import annotations
 
@@ -15,43 +15,34 @@ from trainer_client.hooks.checkpointing import CheckpointedCall, Checkpoints, Re
 _SHAPES = object()
 """Stands for the lane in checkpoints of such a run."""
 
-_give_way: ContextVar[Callable[[], None] | None] = ContextVar("distca_dry_run", default=None)
-"""Called in layers that are served; None outside of a dry run."""
+_is_dry_run: ContextVar[bool] = ContextVar("distca_dry_run", default=False)
 
 
 @contextmanager
-def for_shapes(give_way: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Runs the model in the block for its shapes alone.
-
-    Args:
-        give_way: lets other lanes run, as layers that are served do with rows.
-    """
-    token = _give_way.set(give_way)
+def for_shapes() -> Iterator[None]:
+    """Runs the model in the block for its shapes alone."""
+    token = _is_dry_run.set(True)
     try:
         yield
     finally:
-        _give_way.reset(token)
+        _is_dry_run.reset(token)
 
 
 def is_shape_inference(recomputed: CheckpointedCall | None) -> bool:
     """Return whether the caller runs for its shapes, or is ``recomputed`` for a run that did."""
     if recomputed:
         return recomputed.caller is _SHAPES
-    return _give_way.get() is not None
+    return _is_dry_run.get()
 
 
 def of_the_right_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints, *, served: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros of the shapes and dtypes of core attention's o and lse, through which q, k and v get
-    gradients, zeros as well; again in a checkpoint that is recomputed. A lane gives way in layers
-    that are ``served``, as it does with rows."""
+    gradients, zeros as well; again in a checkpoint that is recomputed."""
     if region := checkpoints.recomputed:
         o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
     else:
-        give_way = _give_way.get()
-        if served and give_way is not None:
-            give_way()
         o, lse = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
     return o, lse
 

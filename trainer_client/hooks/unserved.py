@@ -12,12 +12,7 @@ from trainer_client.hooks.tensor_parallel import check_local
 
 
 def answer_unserved(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    checkpoints: Checkpoints,
-    *,
-    served: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints
 ) -> Result | None:
     """Answers a call that nobody is to compute; None if servers or the rank itself are.
 
@@ -25,7 +20,6 @@ def answer_unserved(
         q: ``[rows, num_heads, head_dim]``.
         k, v: ``[rows, num_heads_kv, head_dim]`` and ``head_dim_v``.
         checkpoints: around the call.
-        served: whether the layer is one that servers compute.
 
     Raises:
         SessionError: the call is traced or transformed.
@@ -35,7 +29,7 @@ def answer_unserved(
     check_local(q=q, k=k, v=v)
     recomputed = checkpoints.recomputed
     if is_shape_inference(recomputed):
-        return of_the_right_shape(q, k, v, checkpoints, served=served)
+        return of_the_right_shape(q, k, v, checkpoints)
     if recomputed:
         o, lse = Recomputed.apply(q, k, v, *recomputed.take())  # type: ignore[no-untyped-call]
         return o, lse

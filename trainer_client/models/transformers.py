@@ -38,7 +38,6 @@ from trainer_client.models.document_check import (
     current_check,
     has_attention_interface,
     hook_before_forward,
-    is_served_model,
     no_interface,
 )
 from trainer_client.models.documents import CHECKED, Documents
@@ -60,7 +59,6 @@ from trainer_client.step.home_tasks import FULL
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
 from trainer_client.step.sinks import with_sinks
-from trainer_client.step.without_rows import needs_rows
 
 __all__ = [
     "IMPLEMENTATION",
@@ -134,9 +132,7 @@ def distca_attention(
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        kind = attention_mask.kind if isinstance(attention_mask, LayerMask) else FULL
-        served = kind.is_full or serves_windows(module)
-        o, lse = of_the_right_shape(q, k, v, checkpoints, served=served)
+        o, lse = of_the_right_shape(q, k, v, checkpoints)
         return (o if s_aux is None else with_sinks(o, lse, s_aux)), None
     if current_check.get() is None and is_at_home():
         attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)
@@ -420,7 +416,6 @@ def _is_tower(model: PreTrainedModel) -> bool:
     return not of_text and getattr(model.config.get_text_config(), "vocab_size", None) is None
 
 
-needs_rows.append(is_served_model)
 for _name in filter(None, (IMPLEMENTATION, REPLACED)):
     AttentionInterface.register(_name, distca_attention)
     AttentionMaskInterface.register(_name, outside_graphs(distca_mask))

@@ -107,7 +107,7 @@ def core_attention_and_lse(
         same step.
     """
     checkpoints, served = Checkpoints(), window is None and chunk is None
-    answer = answer_unserved(q, k, v, checkpoints, served=served)
+    answer = answer_unserved(q, k, v, checkpoints)
     if answer is not None:
         return answer
     if served:

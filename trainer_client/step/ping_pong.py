@@ -25,7 +25,6 @@ from trainer_client.hooks.thread_state import ThreadState
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
 from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep
-from trainer_client.step.without_rows import is_without_rows, run_without_rows
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments, and those with names."""
@@ -49,8 +48,7 @@ class PingPong(nn.Module):
 
     @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The module's outputs, one per nano-batch. Those of a nano-batch without rows have none,
-        and give the weights gradients of zeros, so that data-parallel collectives run.
+        """The module's outputs, one per nano-batch.
 
         Raises:
             SessionError: no step is running, it has another number of nano-batches, or the module
@@ -89,18 +87,12 @@ class PingPong(nn.Module):
         token = current_lane.set(lane)
         random.enter(index)
         try:
-            output = _run(self.module, (), batch)
+            output = self.module(**batch)
             running.lane_returned(index)
             return output
         finally:
             random.leave(index)
             current_lane.reset(token)
-
-
-def _run(forward: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    if not arguments and is_without_rows(forward, named):
-        return run_without_rows(forward, named)
-    return forward(*arguments, **named)
 
 
 def run_in_turns(
@@ -207,7 +199,7 @@ class Turns:
         def play() -> None:
             self._random.enter(index)
             try:
-                self._outputs[index] = _run(self._forward, arguments, named)
+                self._outputs[index] = self._forward(*arguments, **named)
             finally:
                 self._random.leave(index)
             if self._is_last:

@@ -339,7 +339,7 @@ def shard_layers(model: Any, mesh: DeviceMesh) -> None:
 
 def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) -> None:
     ping_pong = PingPong(Losses(model))
-    lengths = ([[7, 1, 16], []], [[20], [3, 1]])
+    lengths = ([[7, 1, 16], [8]], [[20], [3, 1]])
     batches = [
         [batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano) for nano in nano_batches]
         for step, nano_batches in enumerate(lengths)
@@ -358,8 +358,7 @@ def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) ->
 
 
 def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: Cluster) -> None:
-    """Whatever runs the model gives it a multiple of the ranks' rows: the probe, the check of
-    documents, and where a nano-batch has none."""
+    """Whatever runs the model gives it a multiple of the ranks' rows, as the check of documents."""
     keep_profile(tmp_path, ONE_HEAD)
     save_model(tmp_path / "model", num_key_value_heads=4)
     run_forked(run_ranks_with_shares_of_rows, (str(tmp_path), pool_of_four.address), RANKS)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -491,28 +491,6 @@ def test_mixed_dtypes_without_autocast_are_named(bfloat16_session: Session) -> N
         session.step(submit(session)),
     ):
         PingPong(model)(make_batches())
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_nano_batches_without_rows_give_gradients_of_zeros(
-    session: Session, checkpointed: bool
-) -> None:
-    """For collectives of data parallelism, which wait for gradients of every rank."""
-    model = make_model(CONFIGS["Llama"], "distca")
-    if checkpointed:
-        cast("Any", model).gradient_checkpointing_enable()
-        model.train()
-    (full,) = make_batches(lengths=([5, 20],))
-    empty = {name: rows[:, :0] for name, rows in full.items()}
-    with session.step(submit(session, ([], [5, 20]))):
-        without, other = PingPong(model)([empty, full])
-        assert without.logits.shape == (1, 0, 64)
-        assert float(without.loss.detach()) == 0.0
-        loss = without.loss + without.logits.sum()
-        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        other.loss.backward()
-    assert not any(gradient.any() for gradient in gradients)
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 MIXED = {
