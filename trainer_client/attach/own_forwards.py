@@ -22,7 +22,7 @@ from trainer_client.attach.forward import Forward, OpenWith
 from trainer_client.hooks.checkpointing import Checkpoints, keep_nothing
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.local_attention.at_home import is_served_forward
-from trainer_client.local_attention.plain import attend_plainly
+from trainer_client.local_attention.plain import attend_documents
 from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.step import operation
 from trainer_client.step.home_tasks import LayerKind
@@ -115,12 +115,11 @@ def core_attention(
         if forward.begins(ServedCall(shape, scale, q.device), lengths):
             return operation.core_attention(q, k, v, sinks=sinks, softcap=softcap, scale=scale)
     keep_nothing(q)
-    parts = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v))
-    outputs = [
-        attend_plainly(*part, scale=scale, softcap=softcap or 0.0, sinks=sinks, kind=kind)
-        for part in zip(*parts, strict=True)
-    ]
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    o = attend_documents(
+        q, k, v, lengths, scale=scale, softcap=softcap or 0.0, sinks=sinks, kind=kind
+    )
+    return o[0].transpose(0, 1).contiguous()
 
 
 def flash_attn_varlen_func(

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from core_attention.errors import ManifestError
 from trainer_client.hooks.checkpointing import HOME, Checkpoints, keep_nothing
-from trainer_client.local_attention.plain import attend_by_scores, attend_documents, causal_rows
+from trainer_client.local_attention.plain import attend_by_scores, attend_documents, seen_rows
 from trainer_client.step.lane import current_lane, current_step
 from trainer_client.turns.manifests import lengths_of_documents
 
@@ -164,42 +163,39 @@ def attend_at_home(
     _say_once()
     keep_nothing(query)
     tensor = mask.tensor if lengths is None and isinstance(mask, HomeMask) else mask
-    if softcap or sinks is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scored = partial(
-            attend_by_scores, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+    if lengths is not None:
+        o = attend_documents(
+            query, key, value, lengths, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout
         )
-        o = _scored(scored, query, key, value, tensor, lengths)
-        return o.transpose(1, 2).contiguous()
-    if lengths is None:
+    elif softcap or sinks is not None:
+        o = attend_by_scores(
+            query,
+            key,
+            value,
+            _shown(query, key, tensor),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+        )
+    else:
         attended: torch.Tensor = sdpa_attention_forward(
             module, query, key, value, tensor, dropout=dropout, scaling=scaling
         )[0]
         return attended
-    o = attend_documents(query, key, value, lengths, scale=scaling, dropout=dropout)
     return o.transpose(1, 2).contiguous()
 
 
-def _scored(
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    lengths: list[int] | None,
-) -> torch.Tensor:
-    """``attend`` of each document, or of all keys that ``mask`` shows; None is causal."""
-    if lengths is not None:
-        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat(
-            [attend(q, k, v, causal_rows(q.device, k.shape[2])) for q, k, v in parts], dim=2
-        )
+def _shown(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> Callable[[int, int], torch.Tensor]:
+    """The keys that ``mask`` shows to some queries; None is causal."""
     if mask is not None:
         shown = mask[..., : key.shape[2]]
-        return attend(query, key, value, lambda begin, end: shown[:, :, begin:end])
+        return lambda begin, end: shown[:, :, begin:end]
     if query.shape[2] == 1:  # The newest token sees all of the cache.
-        return attend(query, key, value, lambda _begin, _end: query.new_ones(1, dtype=torch.bool))
-    return attend(query, key, value, causal_rows(query.device, key.shape[2]))
+        return lambda _begin, _end: query.new_ones(1, dtype=torch.bool)
+    return seen_rows(query.device, key.shape[2])
 
 
 def document_lengths(position_ids: torch.Tensor) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,9 +24,13 @@ def attend_documents(
     lengths: Sequence[int],
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    kind: LayerKind = FULL,
+    mask: MaskKind = MaskKind.CAUSAL,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention within each document; no mask of rows times rows is made.
+    """Attention within each document; no mask of all rows times all rows is made.
 
     Args:
         q: ``[..., num_heads, rows, head_dim]``.
@@ -33,64 +38,38 @@ def attend_documents(
         v: ``[..., num_heads_kv, rows, head_dim_v]``.
         lengths: of the documents, in packed order; their sum is the rows.
         scale: multiplies q.k; None is 1 / sqrt(head_dim).
+        softcap: of the scores; 0 is none.
+        sinks: ``[num_heads]``, or None.
+        kind: which keys a query sees.
+        mask: whether later ones among them.
         dropout: of attention weights.
 
     Returns:
         o ``[..., num_heads, rows, head_dim_v]``.
     """
+    is_causal = mask is MaskKind.CAUSAL
+    by_scores = functools.partial(
+        attend_by_scores,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+    )
     parts = (tensor.split(list(lengths), dim=-2) for tensor in (q, k, v))
-    outputs = [
-        scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=True
-        )
-        for query, key, value in zip(*parts, strict=True)
-    ]
+    outputs = []
+    for query, key, value in zip(*parts, strict=True):
+        n_rows = query.shape[-2]
+        if sinks is None and not softcap and (kind.reach is None or kind.reach >= n_rows):
+            o = scaled_dot_product_attention(
+                query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout,
+                enable_gqa=True,
+            )  # fmt: skip
+        elif is_causal:
+            o = by_scores(query, key, value, seen_rows(q.device, n_rows, kind))
+        else:
+            o = by_scores(query, key, value, lambda begin, end: q.new_ones(1, dtype=torch.bool))
+        outputs.append(o)
     return torch.cat(outputs, dim=-2)
-
-
-def attend_plainly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    kind: LayerKind,
-    mask: MaskKind = MaskKind.CAUSAL,
-) -> torch.Tensor:
-    """Attention within one document, from its first token on.
-
-    Args:
-        query: ``[1, num_heads, rows, head_dim]``.
-        key: ``[1, num_heads_kv, rows, head_dim]``.
-        value: ``[1, num_heads_kv, rows, head_dim_v]``.
-        scale: multiplies q.k.
-        softcap: of the scores; 0 is none.
-        sinks: ``[num_heads]``, or None.
-        kind: which keys a query sees.
-        mask: whether later ones among them.
-
-    Returns:
-        o ``[1, num_heads, rows, head_dim_v]``.
-    """
-    n_rows = query.shape[2]
-    if sinks is None and not softcap and (kind.reach is None or kind.reach >= n_rows):
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=mask is MaskKind.CAUSAL,
-            scale=scale,
-            enable_gqa=True,
-        )
-
-    def shown(begin: int, end: int) -> torch.Tensor:
-        if mask is MaskKind.FULL:
-            return torch.ones(end - begin, n_rows, dtype=torch.bool, device=query.device)
-        return _shown(begin, end, n_rows, kind, query.device)
-
-    return attend_by_scores(query, key, value, shown, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def attend_by_scores(
@@ -146,20 +125,19 @@ def attend_by_scores(
     return torch.cat(outputs, dim=2).to(query.dtype)
 
 
-def causal_rows(device: torch.device, n_keys: int) -> Callable[[int, int], torch.Tensor]:
-    """The keys that queries of one document see, for :func:`attend_by_scores`."""
-    return lambda begin, end: _shown(begin, end, n_keys, FULL, device)
+def seen_rows(
+    device: torch.device, n_keys: int, kind: LayerKind = FULL
+) -> Callable[[int, int], torch.Tensor]:
+    """The keys that queries of one causal document see, for :func:`attend_by_scores`."""
 
+    def shown(begin: int, end: int) -> torch.Tensor:
+        row = torch.arange(begin, end, device=device)[:, None]
+        key = torch.arange(n_keys, device=device)[None, :]
+        seen = key <= row
+        if kind.window is not None:
+            seen &= key > row - kind.window
+        if kind.chunk is not None:
+            seen &= key // kind.chunk == row // kind.chunk
+        return seen
 
-def _shown(
-    begin: int, end: int, n_keys: int, kind: LayerKind, device: torch.device
-) -> torch.Tensor:
-    """bool ``[end - begin, n_keys]``, true where a query sees a key."""
-    row = torch.arange(begin, end, device=device)[:, None]
-    key = torch.arange(n_keys, device=device)[None, :]
-    shown = key <= row
-    if kind.window is not None:
-        shown &= key > row - kind.window
-    if kind.chunk is not None:
-        shown &= key // kind.chunk == row // kind.chunk
     return shown

@@ -40,7 +40,7 @@ from trainer_client.hooks.pipelining_dry_run import is_shape_inference
 from trainer_client.hooks.sharded_weights import needs_other_ranks
 from trainer_client.hooks.tensor_parallel import n_shares
 from trainer_client.local_attention.at_home import HomeMask, is_at_home
-from trainer_client.local_attention.plain import attend_plainly
+from trainer_client.local_attention.plain import attend_documents
 from trainer_client.models.documents import CHECKED, Documents, documents_of
 from trainer_client.models.entrance import entrances, open_door
 from trainer_client.step.home_tasks import FULL, LayerKind
@@ -193,21 +193,18 @@ class Check:
         shape = shape_of(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
         shape = replace(shape, softcap=layer.softcap, mask=layer.mask)
         self.calls.append(ModelCall(shape, scale, layer.kind))
-        parts = (tensor.split(self.documents.lengths, dim=2) for tensor in (query, key, value))
-        outputs = [
-            attend_plainly(
-                q,
-                k,
-                v,
-                scale=scale,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
-                kind=layer.kind,
-                mask=layer.mask,
-            )
-            for q, k, v in zip(*parts, strict=True)
-        ]
-        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        o = attend_documents(
+            query,
+            key,
+            value,
+            self.documents.lengths,
+            scale=scale,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            kind=layer.kind,
+            mask=layer.mask,
+        )
+        return o.transpose(1, 2).contiguous()
 
 
 _POSITIONS = frozenset({"position_ids"})
