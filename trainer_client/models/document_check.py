@@ -258,22 +258,15 @@ def check_documents(model: nn.Module) -> DocumentCheck:
     return _check(models[0], _EVERYTHING)
 
 
-def check_models_in(module: nn.Module) -> None:
-    """Checks every model in ``module`` that was not; one that may have one document a row only is
-    refused when it is given more.
-    """
-    for model in _outermost(module):
-        if model not in _checked_models:
-            _check(model, _EVERYTHING)
-
-
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules in ``model`` that call core attention, found by checking it if it was not.
 
     Raises:
         UnsupportedModel: as :func:`check_documents`.
     """
-    check_models_in(model)
+    for each in _outermost(model):
+        if each not in _checked_models:
+            _check(each, _EVERYTHING)
     return [module for module in model.modules() if module in _of_attention]
 
 

@@ -77,15 +77,15 @@ def distca_mask(
         **kwargs,
     }
     if (check := current_check.get()) is not None:
-        return LaterMask(asked).of(check.documents)
+        return _mask(check.documents, **asked)
     if is_at_home():
         return HomeMask(asked)
     recomputed = Checkpoints().recomputed
     if is_shape_inference(recomputed):
-        return LaterMask(asked).of(None)
+        return _mask(None, **asked)
     if (current_lane.get() or current_step.get() or recomputed) is None:
         return LaterMask(asked)
-    return LaterMask(asked).of(documents_of(require_lane()))
+    return _mask(documents_of(require_lane()), **asked)
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,20 @@ class LaterMask:
 
     asked: dict[str, Any]
 
-    def of(self, documents: Documents | None) -> LayerMask | UnsupportedMask | None:
-        """The mask for these documents; None: only shapes are asked for."""
+    def of(self, documents: Documents) -> LayerMask | UnsupportedMask | None:
+        """The mask for a packed row of these documents."""
+        asked, n_rows = (self.asked["batch_size"], self.asked["q_length"]), sum(documents.lengths)
+        if asked != (1, n_rows):
+            return UnsupportedMask(
+                f"that of a batch {list(asked)}, and the documents are one row of {n_rows} tokens "
+                "(pack them before masks are made)"
+            )
         return _mask(documents, **self.asked)
 
 
 def _mask(
     documents: Documents | None,
     *,
-    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int,
@@ -115,6 +120,7 @@ def _mask(
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> LayerMask | UnsupportedMask | None:
+    """The mask for these documents; None: only shapes are asked for."""
     if attention_mask is not None and not bool(attention_mask.all()):
         return UnsupportedMask("padding (remove padding and pack documents instead)")
     if kwargs.get("use_vmap"):
@@ -131,11 +137,6 @@ def _mask(
     mask = None if kind.is_full else LayerMask(kind)
     if mask_function is None or documents is None:
         return mask
-    if (batch_size, q_length) != (1, sum(documents.lengths)):
-        return UnsupportedMask(
-            f"that of a batch [{batch_size}, {q_length}], and the documents are one row of "
-            f"{sum(documents.lengths)} tokens (pack them before masks are made)"
-        )
     if kind.is_full and not documents.tell_masks_apart:
         return None  # Nothing tells masks apart, nor does it matter.
     # Chunks of Llama 4 are counted from a tensor on the model's device.

@@ -453,23 +453,8 @@ def averaged(run: Run) -> None:
 
 
 SETTINGS: dict[str, Any] = {"turns": 1}
-IN_TURNS = {
-    "plain",
-    "accumulation",
-    "one_backward_of_two",
-    "interleaved",
-    "dropped",
-    "forward_fails",
-    "checkpoints",
-    "lora",
-    "served_forwards",
-    "reused_buffers",
-    "fsdp2",
-    "cut_documents",
-    "averaged",
-    "lost_node",
-}
-"""Loops that are run by halves too."""
+IN_TURNS = {"plain", "accumulation", "interleaved", "fsdp2", "cut_documents"}
+"""Loops that are run by halves too, where the environment has TURNS."""
 NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]
 
 
@@ -477,7 +462,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     names = sys.argv[1:] or list(LOOPS)
     for name in names:
-        for turns in (1, 2) if name in IN_TURNS else (1,):
+        for turns in (1, 2) if "TURNS" in os.environ and name in IN_TURNS else (1,):
             SETTINGS["turns"] = turns
             run = Run()
             LOOPS[name](run)

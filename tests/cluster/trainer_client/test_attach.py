@@ -35,6 +35,7 @@ def test_loops_train_as_with_local_attention(
         n_ranks,
         DISTCA_CONTROL_PLANE=two_nodes.address,
         DISTCA_PLACEMENT=placement,
+        **({"TURNS": "2"} if (placement, n_ranks) in (("in-place", 2), ("pool", 2)) else {}),
         # A node ends for good: the last run has it.
         NODES=" ".join(map(str, nodes[:1])) if placement == "pool" else "",
     )

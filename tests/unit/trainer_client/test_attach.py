@@ -9,13 +9,12 @@ import torch
 
 import distca
 from core_attention.errors import ManifestError, TensorError
-from tests.cluster.trainer_client.attach_runs import IN_TURNS, LOOPS, SETTINGS, Run
+from tests.cluster.trainer_client.attach_runs import LOOPS, SETTINGS, Run
 from tests.unit.trainer_client.local_session import LocalSession
 from trainer_client.attach import attached
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.errors import SessionError
 
-NEED_A_CLUSTER = {"fsdp2", "accumulation", "cut_documents", "lost_node"}
 IDS = torch.arange(12).reshape(2, 6)
 
 
@@ -60,7 +59,21 @@ def test_loops_train_as_with_local_attention(loop: str, n_steps: int, n_skips: i
         run.loss(run.draw(), "own" if loop == "own_model" else "position_ids")
 
 
-@pytest.mark.parametrize("loop", sorted(IN_TURNS - NEED_A_CLUSTER))
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "plain",
+        "one_backward_of_two",
+        "interleaved",
+        "dropped",
+        "forward_fails",
+        "checkpoints",
+        "lora",
+        "served_forwards",
+        "reused_buffers",
+        "averaged",
+    ],
+)
 def test_halves_of_rows_take_turns(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "turns", 2)
     run = Run()
