@@ -21,9 +21,12 @@ from trainer_client.errors import SessionError
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.sharded_weights import require_prepared, units
 from trainer_client.loops.fsdp import prepare_fsdp
-from trainer_client.models.document_check import UnsupportedModel, attention_modules
-from trainer_client.models.documents import CHECKED, documents_of
-from trainer_client.step.lane import Lane, current_lane, require_lane
+from trainer_client.models.document_check import (
+    UnsupportedModel,
+    attention_modules,
+    check_given,
+)
+from trainer_client.step.lane import Lane, current_lane
 from trainer_client.step.ping_pong import Call, Turns
 from trainer_client.turns.parts import RowPart, joined, neighbours, rows_joined
 
@@ -80,7 +83,6 @@ class DecoderInTurns:
         require_prepared(decoder, inside=True)
         self._decoder, self._lanes = decoder, lanes
         self._forward: Callable[..., Any] = decoder.forward
-        self._parameters = inspect.signature(decoder.forward).parameters
         untyped: Any = decoder
         untyped.forward = self._bound()
 
@@ -92,22 +94,22 @@ class DecoderInTurns:
         @functools.wraps(own)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is decoder:
-                return self._run(*args, **kwargs)
+                return self._run(args, kwargs)
             if isinstance(own, MethodType):
                 return own.__func__(module, *args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
         bound: Any = outside_graphs(forward)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        bound.__signature__ = inspect.Signature([first, *self._parameters.values()])
+        parameters = inspect.signature(own).parameters.values()
+        bound.__signature__ = inspect.Signature([first, *parameters])
         return MethodType(bound, decoder)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's outputs for all rows."""
+    def _run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The decoder's outputs for all rows; arguments that were planned have names."""
         lanes = self._lanes()
         if len(lanes) < 2 or current_lane.get() is not None:
-            return self._forward(*args, **kwargs)
-        named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+            return self._forward(*args, **named)
         running, first = lanes[0].running, lanes[0].nano_batch
         parts = neighbours([running.n_rows(lane.nano_batch) for lane in lanes])
         calls: list[Call] = []
@@ -124,8 +126,7 @@ class DecoderInTurns:
         return joined(turns.run(), functools.partial(self._join, parts=parts))
 
     def _run_part(self, **named: Any) -> Any:
-        told = {name: named[name] for name in CHECKED if isinstance(named.get(name), torch.Tensor)}
-        documents_of(require_lane()).check(told)
+        check_given(self._decoder, (), named)
         return self._forward(**named)
 
     def _part(self, name: str, value: Any, rows: RowPart, total: int, lengths: list[int]) -> Any:

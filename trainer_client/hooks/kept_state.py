@@ -1,4 +1,4 @@
-"""The state of a model, kept around forwards that must change nothing: probes and checks."""
+"""The state of a model, kept around forwards that must change nothing, such as checks."""
 
 from __future__ import annotations
 

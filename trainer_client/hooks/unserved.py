@@ -1,5 +1,5 @@
-"""The kinds of calls of core attention that nobody computes: in a probe, in the recomputation of a
-checkpoint, and in runs for shapes alone."""
+"""The kinds of calls of core attention that nobody computes: in the recomputation of a checkpoint,
+and in runs for shapes alone."""
 
 from __future__ import annotations
 

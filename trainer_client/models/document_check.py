@@ -314,9 +314,9 @@ def _before_forward(
             attach(model)
         if (entrance := entrances.get(model)) is not None:
             named = entrance.enter(model, dict(_arguments(model, args, kwargs)))
-            _check_given(model, (), named)
+            check_given(model, (), named)
             return (), named
-    _check_given(model, args, kwargs)
+    check_given(model, args, kwargs)
     # With a cache of fixed size, generation makes the mask beside the model and hands it over,
     # which models take as a tensor.
     masks = {name: value for name, value in kwargs.items() if isinstance(value, HomeMask)}
@@ -340,7 +340,8 @@ def _is_unplanned(model: PreTrainedModel) -> bool:
     return not is_shape_inference(Checkpoints().recomputed) and _asks_for_us(model)
 
 
-def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compares what ``model`` is called with in a step with what was planned."""
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
         return
     if is_at_home():

@@ -31,6 +31,7 @@ class LocalSession:
         reported: steps, in the order in which they were reported.
         skips: the first tick of each lane that servers are told not to expect.
         nano_batches: those that had a tick.
+        closed_with: the error that other ranks are told.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -39,6 +40,7 @@ class LocalSession:
         self.reported: list[int] = []
         self.skips: list[EndLane] = []
         self.nano_batches: set[int] = set()
+        self.closed_with: str | None = None
         self.lock = threading.Condition()
         self._machine: RankMachine[Any, Any, Any] = RankMachine(
             options.n_layers, options.n_nano_batches, recovery_timeout_seconds=1.0
@@ -106,6 +108,7 @@ class LocalSession:
         self._ended = {step for step in self._ended if step >= before}
 
     def close(self, error: str = "") -> None:
+        self.closed_with = error
         self.report_ended()
 
     def send(

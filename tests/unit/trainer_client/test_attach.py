@@ -99,6 +99,38 @@ def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(), ""),
+        (SystemExit(0), ""),
+        (SystemExit(3), "SystemExit: 3"),
+        (MemoryError("no memory"), "MemoryError: no memory"),
+    ],
+)
+def test_other_ranks_are_told_of_an_error_that_ends_a_block(
+    error: BaseException, told: str
+) -> None:
+    run = Run()
+    run.step()
+    assert run.attached is not None
+    session: Any = run.attached.session
+    with pytest.raises(type(error)), run.attached:
+        raise error
+    assert session.closed_with == told
+
+
+def test_processes_that_would_train_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SessionError):
+        run.step()
+    replica: Any = run.model
+    replica._is_replica = True
+    with pytest.raises(SessionError):
+        distca.attach(replica)
+
+
+@pytest.mark.parametrize(
     ("named", "lengths"),
     [
         ({}, [6, 6]),
