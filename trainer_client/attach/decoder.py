@@ -50,8 +50,7 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
             "one attn_implementation='sdpa'"
         )
     decoder = holders[-1]
-    untyped: Any = decoder
-    if untyped.get_output_embeddings() is not None:
+    if has_head(decoder):
         raise UnsupportedModel(
             f"{type(decoder).__name__} keeps its layers beside its head, so that no row can be "
             "packed or split inside it; give it another implementation"
@@ -59,28 +58,39 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
     return decoder
 
 
+def has_head(model: PreTrainedModel) -> bool:
+    """Return whether its outputs are not its rows, so that it cannot be a decoder."""
+    untyped: Any = model
+    return untyped.get_output_embeddings() is not None
+
+
 def _holds(module: nn.Module, other: nn.Module) -> bool:
     return any(each is other for each in module.modules())
 
 
-class DecoderInTurns:
-    """Has a decoder run its rows in turns, where the forward that calls it has several lanes.
-
-    Args:
-        model: holds the decoder, and is about to be called.
-        decoder: whose forward is replaced on the object.
-        lanes: of the decoder's forward that runs.
+def prepare_turns(model: nn.Module, decoder: PreTrainedModel) -> None:
+    """Has nano-batches take turns in the layers of ``decoder``.
 
     Raises:
-        SessionError: weights are sharded so that nano-batches cannot take turns.
+        SessionError: weights are sharded so that they cannot.
+    """
+    if next(units(model), None) is not None:
+        prepare_fsdp(model)
+    require_prepared(decoder, inside=True)
+
+
+class DecoderInTurns:
+    """Has what may be a decoder run its rows in turns, where it is called in several lanes.
+
+    Args:
+        decoder: whose forward is replaced on the object; not while it is called, since PyTorch asks
+            for it before hooks run.
+        lanes: of its forward that runs; fewer than two: it runs as before.
     """
 
     def __init__(
-        self, model: nn.Module, decoder: PreTrainedModel, lanes: Callable[[], Sequence[Lane]]
+        self, decoder: PreTrainedModel, lanes: Callable[[nn.Module], Sequence[Lane]]
     ) -> None:
-        if next(units(model), None) is not None:
-            prepare_fsdp(model)
-        require_prepared(decoder, inside=True)
         self._decoder, self._lanes = decoder, lanes
         self._forward: Callable[..., Any] = decoder.forward
         untyped: Any = decoder
@@ -107,7 +117,7 @@ class DecoderInTurns:
 
     def _run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The decoder's outputs for all rows; arguments that were planned have names."""
-        lanes = self._lanes()
+        lanes = self._lanes(self._decoder)
         if len(lanes) < 2 or current_lane.get() is not None:
             return self._forward(*args, **named)
         running, first = lanes[0].running, lanes[0].nano_batch

@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 
 import trainer_client.models.transformers  # noqa: F401  # registers the implementation
 from trainer_client.attach.call_rows import CallRows
-from trainer_client.attach.decoder import DecoderInTurns, decoder_of
+from trainer_client.attach.decoder import (
+    DecoderInTurns,
+    decoder_of,
+    has_head,
+    prepare_turns,
+)
 from trainer_client.attach.forward import Forward, OpenWith
 from trainer_client.hooks.checkpointing import recomputed_caller
 from trainer_client.models.document_check import (
@@ -55,6 +60,9 @@ class ServedDecoder:
         self._forwards: list[tuple[Forward, CallRows]] = []
         models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         entrances.update((each, self) for each in models)
+        for each in models if turns > 1 else ():
+            if not has_head(each):
+                DecoderInTurns(each, self._lanes)
 
     def enter(self, model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
         """Plans a forward of the decoder, and packs its rows.
@@ -67,7 +75,7 @@ class ServedDecoder:
         if self._decoder is None:
             found = decoder_of(model)
             if self._turns > 1:
-                DecoderInTurns(model, found, self._lanes)
+                prepare_turns(model, found)
             self._decoder = weakref.ref(found)
         decoder = self._decoder()
         if decoder is None or model is not decoder:
@@ -93,8 +101,10 @@ class ServedDecoder:
         forward.end()
         return output if forward.has_failed else rows.padded(output)
 
-    def _lanes(self) -> list[Lane]:
-        return self._forwards[-1][0].lanes if self._forwards else []
+    def _lanes(self, model: nn.Module) -> list[Lane]:
+        """The lanes of a forward of ``model`` that runs; none if it is not the decoder."""
+        is_decoder = self._decoder is not None and model is self._decoder()
+        return self._forwards[-1][0].lanes if is_decoder and self._forwards else []
 
 
 def holds_transformers(model: nn.Module) -> bool:

@@ -437,6 +437,19 @@ def cut_documents(run: Run) -> None:
 
 
 @loop
+def decoder_alone(run: Run) -> None:
+    """A head of one's own around the decoder, which nothing else calls before."""
+    for _ in range(2):
+        documents = run.draw()
+        hidden = run.model.model(**batch_of(documents, "position_ids")).last_hidden_state
+        rows = rows_of(hidden, documents, "position_ids")
+        sum(map(loss_of, rows), torch.zeros(())).backward()
+        for document in documents:
+            loss_of(run.local.model(input_ids=document[None]).last_hidden_state[0]).backward()
+        run.compare()
+
+
+@loop
 def averaged(run: Run) -> None:
     """Copies, as averages of weights are, run with weights of their own while it trains."""
     run.step()

@@ -72,6 +72,7 @@ def test_loops_train_as_with_local_attention(loop: str, n_steps: int, n_skips: i
         "served_forwards",
         "reused_buffers",
         "averaged",
+        "decoder_alone",
     ],
 )
 def test_halves_of_rows_take_turns(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
