@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from core_attention.arrays import Float64Array
 from core_attention.plan import imbalance
 from distca.apps.preview.sections import CAD, relative_steps
-from distca.apps.report.style import BLUE, GREY, INK, ORANGE, PURPLE, figure_style
-from distca.apps.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
+from distca.apps.report.style import BLUE, GREY, INK, ORANGE, figure_style
+from distca.apps.simulator.comparison import PLAIN, REPACKED, SHARED, Comparison
 from distca.apps.simulator.offline import OfflineBatch
 from distca.process.plain_text import figure_text
 
@@ -28,7 +28,6 @@ _LINES: dict[str, dict[str, Any]] = {
     PLAIN: {"color": GREY, **_THIN},
     REPACKED: {"color": "#5B5B5B", **_THIN},
     SHARED: {"color": ORANGE, **_THIN},
-    HIDDEN: {"color": PURPLE, "linestyle": "--", **_THIN},
     CAD: {"color": BLUE, "linewidth": 2.6, "marker": "o"},
 }
 

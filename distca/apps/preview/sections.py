@@ -42,9 +42,7 @@ _METHODS = (
     "Step times: 1.000 is a step whose attention is perfectly spread. plain packing: documents as "
     "they come. re-packing: whole documents arranged so that ranks take equal time. "
     "WLB-ideal-like: the best of re-packing and sharing each document among ranks (context "
-    "parallelism), which waits for its gather. hidden gather, 1.2x tokens: the same if the gather "
-    "ran entirely behind compute, and a rank might hold 20% more tokens, with the memory for them. "
-    "CAD: this project."
+    "parallelism), which waits for its gather. CAD: this project."
 )
 
 CAD = "CAD"

@@ -13,7 +13,8 @@ from core_attention.schedule import Kind, Schedule
 from core_attention.schedule_orders import Order, one_f_one_b
 from distca.apps.simulator.context_parallel import gather_seconds, sharded_seconds
 from distca.apps.simulator.pipeline import schedule_seconds
-from distca.apps.simulator.repacking import Bins, bins_in_order, repack, repack_whole
+from distca.apps.simulator.profile import document_seconds
+from distca.apps.simulator.repacking import Bins, bins_in_order, repack
 from distca.apps.simulator.setup import Setup, stage_layers
 
 LayerSeconds = Callable[[Kind], Float64Array]
@@ -45,91 +46,49 @@ def plain_packing(setup: Setup, lengths: Int64Array, order: Order = one_f_one_b)
     return _step_seconds(setup, layer, setup.n_pipelines, order, sort=False)
 
 
-def repacked(
-    setup: Setup, lengths: Int64Array, token_slack: float, order: Order = one_f_one_b
-) -> float:
-    """Step seconds of whole documents arranged so that bins take equal time, with up to
-    ``token_slack * T`` tokens on a rank; as they come, or with T tokens, where that is faster."""
-    seconds = [plain_packing(setup, lengths, order)]
-    for slack in _slacks(token_slack):
-        bins = repack_whole(
-            lengths,
-            setup.rank_profile,
-            _linear_seconds_per_token(setup),
-            setup.n_pipelines * setup.n_microbatches,
-            _cap_tokens(setup.tokens_per_rank, slack),
-        )
-        layer = partial(_layer_seconds, setup, bins)
-        seconds.append(_step_seconds(setup, layer, setup.n_pipelines, order, sort=True))
-    return min(seconds)
-
-
-def repacked_context_parallel(
-    setup: Setup, lengths: Int64Array, token_slack: float, group_size: int, *, hidden_gather: bool
-) -> float:
-    """Step seconds if groups of ``group_size`` ranks share every document; whole documents are
-    re-packed over the groups, with fewer tokens than ``token_slack`` allows where that is faster.
-    Groups of 1 are :func:`repacked`.
-
-    Args:
-        setup: what is simulated.
-        lengths: documents of the step.
-        token_slack: most tokens of a group / its even share; 1 or more.
-        group_size: ranks of a group; divides the pipelines.
-        hidden_gather: whether the gather of K and V runs entirely behind compute, as far as there
-            is compute to hide it, or is waited for in every layer, as most frameworks do.
-    """
-    if setup.n_pipelines % group_size:
-        raise ValueError(
-            f"context-parallel groups of {group_size} ranks do not divide the "
-            f"{setup.n_pipelines} pipelines"
-        )
-    if group_size == 1:
-        return repacked(setup, lengths, token_slack)
-    return min(
-        _grouped(setup, lengths, slack, group_size, hidden_gather=hidden_gather)
-        for slack in _slacks(token_slack)
-    )
-
-
-def _grouped(
-    setup: Setup, lengths: Int64Array, token_slack: float, group_size: int, *, hidden_gather: bool
-) -> float:
-    n_groups = setup.n_pipelines // group_size
-    forward, backward = (
-        sharded_seconds(setup.rank_profile, lengths, group_size, phase) for phase in Phase
-    )
-    group_tokens = setup.tokens_per_rank * group_size
+def repacked(setup: Setup, lengths: Int64Array, order: Order = one_f_one_b) -> float:
+    """Step seconds of whole documents arranged so that bins take equal time, T tokens on each rank;
+    as they come, where that is faster."""
     bins = repack(
         lengths,
-        forward,
-        backward,
-        _linear_seconds_per_token(setup) / group_size,
-        n_groups * setup.n_microbatches,
-        _cap_tokens(group_tokens, token_slack),
+        *(document_seconds(setup.rank_profile, lengths, phase) for phase in Phase),
+        linear_seconds_per_token=_linear_seconds_per_token(setup),
+        n_bins=setup.n_pipelines * setup.n_microbatches,
+    )
+    layer = partial(_layer_seconds, setup, bins)
+    arranged = _step_seconds(setup, layer, setup.n_pipelines, order, sort=True)
+    return min(arranged, plain_packing(setup, lengths, order))
+
+
+def context_parallel(setup: Setup, lengths: Int64Array, group_size: int) -> float:
+    """Step seconds if groups of ``group_size`` ranks share every document; whole documents are
+    re-packed over the groups. The gather of K and V is waited for in every layer, as in most
+    frameworks. Groups of 1 are :func:`repacked`; others divide the pipelines."""
+    if group_size == 1:
+        return repacked(setup, lengths)
+    n_groups = setup.n_pipelines // group_size
+    bins = repack(
+        lengths,
+        *(sharded_seconds(setup.rank_profile, lengths, group_size, phase) for phase in Phase),
+        linear_seconds_per_token=_linear_seconds_per_token(setup) / group_size,
+        n_bins=n_groups * setup.n_microbatches,
     )
     per_rank = Bins(bins.tokens / group_size, bins.forward_seconds, bins.backward_seconds)
     gather = gather_seconds(bins.tokens, setup.model.attention_shape, group_size, setup.cluster)
 
     def layer(kind: Kind) -> Float64Array:
         computed = _layer_seconds(setup, per_rank, kind)
-        if kind.attention_phase is None:
-            return computed
-        return np.maximum(computed, gather) if hidden_gather else computed + gather
+        return computed if kind.attention_phase is None else computed + gather
 
     return _step_seconds(setup, layer, n_groups, one_f_one_b, sort=True)
 
 
-def best_context_parallel(
-    setup: Setup, lengths: Int64Array, token_slack: float, *, hidden_gather: bool
-) -> float:
-    """The least of :func:`repacked_context_parallel` over all group sizes that are powers of two,
-    1 among them: like the paper's "WLB-ideal", which sweeps data against context parallelism."""
+def best_context_parallel(setup: Setup, lengths: Int64Array) -> float:
+    """The least of :func:`context_parallel` over all group sizes that are powers of two, 1 among
+    them: like the paper's "WLB-ideal", which sweeps data against context parallelism."""
     sizes = (2**k for k in range(setup.n_pipelines.bit_length()))
     return min(
-        repacked_context_parallel(setup, lengths, token_slack, size, hidden_gather=hidden_gather)
-        for size in sizes
-        if setup.n_pipelines % size == 0
+        context_parallel(setup, lengths, size) for size in sizes if setup.n_pipelines % size == 0
     )
 
 
@@ -174,14 +133,3 @@ def _deal(seconds: Float64Array, n_groups: int, n_microbatches: int, *, sort: bo
 
 def _linear_seconds_per_token(setup: Setup) -> float:
     return sum(setup.linear_seconds_per_token(phase) for phase in Phase)
-
-
-def _slacks(token_slack: float) -> list[float]:
-    """The slack and none, so that more of it is never slower."""
-    return [token_slack] if token_slack == 1 else [1.0, token_slack]
-
-
-def _cap_tokens(tokens: int, slack: float) -> int:
-    if not slack >= 1:
-        raise ValueError(f"token slack is {slack}; it must be 1 or more")
-    return int(tokens * slack)

@@ -21,26 +21,18 @@ from distca.apps.simulator.profile import document_seconds
 from distca.apps.simulator.repacking import bins_in_order
 from distca.apps.simulator.setup import Setup
 
-MEMORY_SLACK = 1.2
-"""Tokens that a baseline may put on a rank when memory is not held equal, of its even share."""
-
 PLAIN = "plain packing"
 REPACKED = "re-packing"
 SHARED = "WLB-ideal-like"
-HIDDEN = "hidden gather, 1.2x tokens"
 
 Baseline = Callable[[Setup, Int64Array], float]
 
 BASELINES: Mapping[str, Baseline] = {
-    PLAIN: lambda setup, lengths: plain_packing(setup, lengths),
-    REPACKED: lambda setup, lengths: repacked(setup, lengths, 1.0),
-    SHARED: lambda setup, lengths: best_context_parallel(setup, lengths, 1.0, hidden_gather=False),
-    HIDDEN: lambda setup, lengths: best_context_parallel(
-        setup, lengths, MEMORY_SLACK, hidden_gather=True
-    ),
+    PLAIN: plain_packing,
+    REPACKED: repacked,
+    SHARED: best_context_parallel,
 }
-"""Step seconds of everything that disaggregation is compared with, by name. Those with context
-parallelism take the best split of the ranks into data and context parallelism."""
+"""Step seconds of everything that disaggregation is compared with, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Re-packing whole documents: bins of equal work under a cap on the tokens of each bin."""
+"""Re-packing whole documents: bins of equal tokens and nearly equal work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from distca.apps.simulator.packing import pack_in_order
-from distca.apps.simulator.profile import document_seconds
-
-CAP_STEPS = 20
-"""A cap above the even share is tried in steps of one over so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +25,6 @@ class Bins:
     tokens: Float64Array
     forward_seconds: Float64Array
     backward_seconds: Float64Array
-
-    def most_seconds(self, linear_seconds_per_token: float) -> float:
-        """Seconds of the fullest bin, with its linear layers."""
-        linear = self.tokens * linear_seconds_per_token
-        return float(np.max(linear + self.forward_seconds + self.backward_seconds))
 
 
 def bins_in_order(
@@ -55,54 +46,25 @@ def repack(
     lengths: Int64Array,
     forward_seconds: Float64Array,
     backward_seconds: Float64Array,
+    *,
     linear_seconds_per_token: float,
     n_bins: int,
-    cap_tokens: int,
 ) -> Bins:
-    """Bins of nearly equal seconds: each document, the costliest first, goes to the bin with the
-    least work that has room for it (longest processing time first).
+    """Bins of equal tokens and nearly equal seconds: each document, the costliest first, goes to
+    the bin with the least work that has room for it (longest processing time first).
 
     A document that fits nowhere is cut over the bins with the least work; its pieces take seconds
-    in proportion to their tokens, as if they kept their context for free. That balances better than
-    a looser cap under which nothing is cut, so the best of all caps from the even share to
-    ``cap_tokens`` counts: the one that leaves the least work in the fullest bin.
+    in proportion to their tokens, as if they kept their context for free.
 
     Args:
         lengths: ``[n_documents]`` tokens.
         forward_seconds, backward_seconds: ``[n_documents]`` core attention of each, one layer.
         linear_seconds_per_token: of one layer, forward and backward together.
         n_bins: how many.
-        cap_tokens: the most tokens that a bin may hold.
     """
-    total = int(lengths.sum())
-    if total > n_bins * cap_tokens:
-        raise ValueError(f"{n_bins} bins of {cap_tokens} tokens cannot hold {total} tokens")
-    candidates = (
-        _repack_under(
-            lengths, forward_seconds, backward_seconds, linear_seconds_per_token, n_bins, cap
-        )
-        for cap in _caps(-(-total // n_bins), cap_tokens)
-    )
-    return min(candidates, key=lambda bins: bins.most_seconds(linear_seconds_per_token))
-
-
-def _caps(even_tokens: int, cap_tokens: int) -> list[int]:
-    """From the even share on, up to the cap and with it, the tightest first."""
-    between = range(even_tokens, cap_tokens, max(1, even_tokens // CAP_STEPS))
-    return [*between, cap_tokens]
-
-
-def _repack_under(
-    lengths: Int64Array,
-    forward_seconds: Float64Array,
-    backward_seconds: Float64Array,
-    linear_seconds_per_token: float,
-    n_bins: int,
-    cap_tokens: int,
-) -> Bins:
-    """:func:`repack` under one cap."""
     work = forward_seconds + backward_seconds + linear_seconds_per_token * lengths
-    bins = _OpenBins(n_bins, cap_tokens)
+    bin_tokens = -(-int(lengths.sum()) // n_bins)
+    bins = _OpenBins(n_bins, bin_tokens)
     sums = np.zeros((2, n_bins))
     for document in np.argsort(-work, kind="stable").tolist():
         length = int(lengths[document])
@@ -110,20 +72,7 @@ def _repack_under(
             share = tokens / length
             sums[0, at] += forward_seconds[document] * share
             sums[1, at] += backward_seconds[document] * share
-    tokens_in = cap_tokens - np.array(bins.room, dtype=np.float64)
-    return Bins(tokens_in, sums[0], sums[1])
-
-
-def repack_whole(
-    lengths: Int64Array,
-    profile: CostProfile,
-    linear_seconds_per_token: float,
-    n_bins: int,
-    cap_tokens: int,
-) -> Bins:
-    """:func:`repack` of documents that each run on one rank."""
-    forward, backward = (document_seconds(profile, lengths, phase) for phase in Phase)
-    return repack(lengths, forward, backward, linear_seconds_per_token, n_bins, cap_tokens)
+    return Bins(bin_tokens - np.array(bins.room, dtype=np.float64), sums[0], sums[1])
 
 
 class _OpenBins:

@@ -137,7 +137,7 @@ def _times(
         name=name,
         in_flight=order(setup.n_stages, setup.n_microbatches).peak_in_flight,
         plain_seconds=mean(plain_packing(setup, batch, order) for batch in batches),
-        repacked_seconds=mean(repacked(setup, batch, 1.0, order) for batch in batches),
+        repacked_seconds=mean(repacked(setup, batch, order) for batch in batches),
         balanced_seconds=mean(balanced_seconds(setup, batch, order) for batch in batches),
         pooled={EVEN: pooled(idle_aware=False), IDLE_AWARE: pooled(idle_aware=True)},
     )

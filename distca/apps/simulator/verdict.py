@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distca.apps.simulator.comparison import HIDDEN, PLAIN, REPACKED, SHARED, Comparison
+from distca.apps.simulator.comparison import PLAIN, REPACKED, SHARED, Comparison
 
 WORTH_MENTIONING = 1.02
 """A speed-up below it is within what the model leaves out."""
@@ -110,7 +110,7 @@ def kind_of(found: Comparison) -> Worth:
     if found.n_servers == 1:
         return Worth.ONE_SERVER
     step, others = found.disaggregated, found.baseline_seconds
-    fastest = min(step.seconds - step.exposed_seconds, others[SHARED], others[HIDDEN])
+    fastest = min(step.seconds - step.exposed_seconds, others[SHARED])
     if found.whole_seconds / fastest < WORTH_MENTIONING:
         return Worth.NOTHING_TO_GAIN
     if found.speedup(PLAIN) < SLOWER_THAN:
@@ -202,15 +202,7 @@ def _gain(found: Comparison) -> str:
 
 
 def _against_baselines(found: Comparison) -> str:
-    hidden = found.speedup(HIDDEN)
-    text = (
+    return (
         f"{found.speedup(PLAIN):.2f}x the speed of plain packing and {found.speedup(SHARED):.2f}x "
         "that of the best re-packing with context parallelism at equal memory."
     )
-    if hidden < WORTH_MENTIONING:
-        how = "matches" if hidden > 2 - WORTH_MENTIONING else "beats"
-        text += (
-            f" Context parallelism that hides its gather completely and may put 20% more tokens on "
-            f"a rank {how} it ({hidden:.2f}x)."
-        )
-    return text

@@ -34,7 +34,7 @@ def refused(*arguments: str) -> str:
 
 def test_all_methods_are_compared() -> None:
     output = run("--distribution", "prolong", *SMALL)
-    for name in ("plain packing", "re-packing", "WLB-ideal-like", "hidden gather", "CAD"):
+    for name in ("plain packing", "re-packing", "WLB-ideal-like", "CAD"):
         assert name in output
     assert "16 GPUs" in output
     assert "32 GPUs" in output

@@ -12,9 +12,9 @@ from core_attention.ca_task import Phase
 from distca.apps.simulator.baselines import (
     balanced_seconds,
     best_context_parallel,
+    context_parallel,
     plain_packing,
     repacked,
-    repacked_context_parallel,
 )
 from distca.apps.simulator.context_parallel import gather_seconds, sharded_seconds
 from distca.apps.simulator.profile import document_seconds
@@ -38,7 +38,7 @@ def test_one_long_document_makes_its_rank_the_straggler() -> None:
     linear = 16 * K * sum(of.linear_seconds_per_token(phase) for phase in Phase)
     expected = (linear + attention) * of.model.n_layers
     assert plain_packing(of, lengths) == pytest.approx(expected)
-    assert repacked(of, lengths, 1.0) == pytest.approx(expected)
+    assert repacked(of, lengths) == pytest.approx(expected)
 
 
 STAGES_AND_MICROBATCHES = [(1, 1), (1, 3), (2, 2), (2, 4)]
@@ -62,38 +62,22 @@ def uneven(n_stages: int, n_microbatches: int, seed: int) -> tuple[Setup, Int64A
 
 @pytest.mark.parametrize(("n_stages", "n_microbatches"), STAGES_AND_MICROBATCHES)
 def test_more_freedom_is_never_slower(n_stages: int, n_microbatches: int) -> None:
-    """More tokens on a rank, re-packing, context parallelism besides, and its gather hidden."""
+    """Re-packing, and context parallelism besides."""
     for seed in range(40):
         of, lengths = uneven(n_stages, n_microbatches, seed)
-        for slack in (1.0, 1.2):
-            seconds = [
-                plain_packing(of, lengths),
-                repacked(of, lengths, slack),
-                best_context_parallel(of, lengths, slack, hidden_gather=False),
-                best_context_parallel(of, lengths, slack, hidden_gather=True),
-            ]
-            assert seconds == sorted(seconds, reverse=True)
-        for hidden in (False, True):
-            tight, loose = (
-                best_context_parallel(of, lengths, slack, hidden_gather=hidden)
-                for slack in (1.0, 1.2)
-            )
-            assert loose <= tight
-        assert repacked(of, lengths, 1.2) <= repacked(of, lengths, 1.0)
+        seconds = [
+            plain_packing(of, lengths),
+            repacked(of, lengths),
+            best_context_parallel(of, lengths),
+        ]
+        assert seconds == sorted(seconds, reverse=True)
 
 
-def test_room_to_spare_never_balances_worse() -> None:
-    """Four equal documents on three ranks: with 1.2 T of room none would be cut, and one rank would
-    take two of them."""
+def test_a_document_that_fits_nowhere_is_cut_evenly() -> None:
+    """Four equal documents on three ranks."""
     of = setup(3)
     lengths = np.full(4, 12 * K)
-    tight, loose = (repacked(of, lengths, slack) for slack in (1.0, 1.5))
-    assert tight == pytest.approx(balanced_seconds(of, lengths))
-    assert loose == tight
-    for seed in range(20):
-        lengths = documents(of, seed)
-        tight, loose = (repacked(of, lengths, slack) for slack in (1.0, 1.2))
-        assert loose <= tight
+    assert repacked(of, lengths) == pytest.approx(balanced_seconds(of, lengths))
 
 
 def test_baselines_never_beat_perfect_balance() -> None:
@@ -101,22 +85,17 @@ def test_baselines_never_beat_perfect_balance() -> None:
     lengths = documents(of)
     floor = balanced_seconds(of, lengths) * (1 - 1e-9)  # rounding
     assert plain_packing(of, lengths) >= floor
-    for slack in (1.0, 1.2):
-        assert repacked(of, lengths, slack) >= floor
-        for hidden in (False, True):
-            assert best_context_parallel(of, lengths, slack, hidden_gather=hidden) >= floor
+    assert repacked(of, lengths) >= floor
+    assert best_context_parallel(of, lengths) >= floor
 
 
-def test_repacking_respects_the_cap_and_keeps_everything() -> None:
+def test_repacking_fills_every_bin_and_keeps_everything() -> None:
     lengths = np.array([9, 7, 7, 5, 4])
     seconds = lengths.astype(float) ** 2
-    bins = repack(lengths, seconds, 2 * seconds, 0.0, n_bins=2, cap_tokens=16)
-    assert bins.tokens.sum() == 32
-    assert bins.tokens.max() <= 16
+    bins = repack(lengths, seconds, 2 * seconds, linear_seconds_per_token=0.0, n_bins=2)
+    assert bins.tokens.tolist() == [16, 16]
     assert bins.forward_seconds.sum() == pytest.approx(seconds.sum())
     assert bins.backward_seconds.sum() == pytest.approx(2 * seconds.sum())
-    with pytest.raises(ValueError, match="2 bins of 15 tokens cannot hold 32 tokens"):
-        repack(lengths, seconds, seconds, 0.0, n_bins=2, cap_tokens=15)
 
 
 def test_context_parallelism_divides_attention_and_pays_for_the_gather() -> None:
@@ -141,42 +120,18 @@ def test_short_chunks_run_at_the_slower_rate_of_the_profile() -> None:
     assert shared[0] > whole[0] / 8
 
 
-def test_an_exposed_gather_is_never_faster_than_a_hidden_one() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
-    lengths = documents(of)
-    for size in (2, 4, 8):
-        exposed, hidden = (
-            repacked_context_parallel(of, lengths, 1.2, size, hidden_gather=hide)
-            for hide in (False, True)
-        )
-        assert exposed > hidden
-
-
 def test_the_sweep_takes_the_best_group() -> None:
     of = setup(8, profile=h200(), tokens_per_rank=64 * K)
     lengths = documents(of)
-    best = best_context_parallel(of, lengths, 1.2, hidden_gather=False)
-    every = [
-        repacked_context_parallel(of, lengths, 1.2, size, hidden_gather=False)
-        for size in (1, 2, 4, 8)
-    ]
-    assert best == min(every)
-
-
-def test_bad_slack_and_groups_are_named() -> None:
-    of = setup(4)
-    lengths = np.full(16, 4 * K)
-    with pytest.raises(ValueError, match=r"token slack is 0.9; it must be 1 or more"):
-        repacked(of, lengths, 0.9)
-    with pytest.raises(ValueError, match="groups of 3 ranks do not divide the 4 pipelines"):
-        repacked_context_parallel(of, lengths, 1.0, 3, hidden_gather=True)
+    every = [context_parallel(of, lengths, size) for size in (1, 2, 4, 8)]
+    assert best_context_parallel(of, lengths) == min(every)
 
 
 @pytest.mark.parametrize(
     "seconds",
     [
         plain_packing,
-        lambda of, lengths: repacked(of, lengths, 1.2),
+        repacked,
         balanced_seconds,
     ],
 )
