@@ -24,7 +24,7 @@ from distca.contract.checks import check_host, check_least, check_port, check_se
 from distca.contract.identity import check_name
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
-from distca.options import Read
+from distca.options import Read, option
 
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 
@@ -76,79 +76,62 @@ class NodeSettings(ClientTls):
     server_id: Annotated[
         str, typer.Option(help="Unique name; default: host name and process id.")
     ] = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
-    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
-    data_host: Annotated[
-        str,
-        typer.Option(
-            help="Address of this machine that trainers reach; auto: what its name stands for, or "
-            "where that is loopback the address towards the control plane.",
-        ),
-    ] = OWN_ADDRESS
-    data_interface: Annotated[
-        str,
-        typer.Option(
-            help="Network interface whose IPv4 address trainers reach, for example net1; health "
-            "and metrics stay at --data-host. Default: rows are exchanged there, too.",
-        ),
-    ] = ""
-    data_port: Annotated[int, typer.Option(help="Port of the data plane; 0: any free one.")] = 0
-    health_port: Annotated[int, typer.Option(help="Port of grpc.health.v1; 0: any free one.")] = 0
-    metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0: any free one.")] = 0
-    transport: Annotated[
-        str,
-        typer.Option(
-            help="auto (what suits this machine's devices), ucxx or nixl; the same for all "
-            "processes of a job."
-        ),
-    ] = TransportName.AUTO
-    one_host: Annotated[
-        bool,
-        typer.Option(
-            "--one-host/--several-hosts",
-            help="Whether all trainers are on this machine: then shared memory is used.",
-        ),
-    ] = False
-    capacity_rows: Annotated[
-        int,
-        typer.Option(
-            help="Rows of Q plus K/V that it takes in one tick; 0: what fits the memory for "
-            "messages."
-        ),
-    ] = 0
-    buffer_limit_bytes: Annotated[
-        int,
-        typer.Option(
-            "--buffer-limit-mib", help="Memory for messages, in MiB; default: 0, no limit."
-        ),
-        Read(int, _bytes_of_limit),
-    ] = 0
-    profile_dir: Annotated[
-        Path,
-        typer.Option(
-            help="Where measured cost profiles are kept; default: ~/.cache/distca.",
-            show_default=False,
-        ),
-    ] = PROFILE_DIR
-    connect_seconds: Annotated[
-        float, typer.Option(help="How long to look for the control plane at start.")
-    ] = default_seconds("connect_seconds")
-    control_plane_timeout_seconds: Annotated[
-        float, typer.Option(help="How long to serve planned steps while the control plane is away.")
-    ] = default_seconds("control_plane_timeout_seconds")
-    stuck_seconds: Annotated[
-        float,
-        typer.Option(help="Exit with an error after so long with work and none of it finished."),
-    ] = default_seconds("stuck_seconds")
-    drain_seconds: Annotated[
-        float, typer.Option(help="How long planned steps may take to finish on SIGTERM.")
-    ] = default_seconds("drain_seconds")
-    address_file: Annotated[
-        Path | None,
-        typer.Option(help="File to write the bound addresses to, as JSON, once it serves."),
-    ] = None
-    replace: Annotated[
-        bool, typer.Option("--replace", help="End the membership of a live server of this id.")
-    ] = False
+    device: str = option("cpu", "cpu or cuda:INDEX.")
+    data_host: str = option(
+        OWN_ADDRESS,
+        "Address of this machine that trainers reach; auto: what its name stands for, or where "
+        "that is loopback the address towards the control plane.",
+    )
+    data_interface: str = option(
+        "",
+        "Network interface whose IPv4 address trainers reach, for example net1; health and "
+        "metrics stay at --data-host. Default: rows are exchanged there, too.",
+    )
+    data_port: int = option(0, "Port of the data plane; 0: any free one.")
+    health_port: int = option(0, "Port of grpc.health.v1; 0: any free one.")
+    metrics_port: int = option(0, "Port of /metrics; 0: any free one.")
+    transport: str = option(
+        TransportName.AUTO,
+        "auto (what suits this machine's devices), ucxx or nixl; the same for all processes of a "
+        "job.",
+    )
+    one_host: bool = option(
+        False,
+        "Whether all trainers are on this machine: then shared memory is used.",
+        "--one-host/--several-hosts",
+    )
+    capacity_rows: int = option(
+        0, "Rows of Q plus K/V that it takes in one tick; 0: what fits the memory for messages."
+    )
+    buffer_limit_bytes: int = option(
+        0,
+        "Memory for messages, in MiB; default: 0, no limit.",
+        "--buffer-limit-mib",
+        read=Read(int, _bytes_of_limit),
+    )
+    profile_dir: Path = option(
+        PROFILE_DIR,
+        "Where measured cost profiles are kept; default: ~/.cache/distca.",
+        show_default=False,
+    )
+    connect_seconds: float = option(
+        default_seconds("connect_seconds"), "How long to look for the control plane at start."
+    )
+    control_plane_timeout_seconds: float = option(
+        default_seconds("control_plane_timeout_seconds"),
+        "How long to serve planned steps while the control plane is away.",
+    )
+    stuck_seconds: float = option(
+        default_seconds("stuck_seconds"),
+        "Exit with an error after so long with work and none of it finished.",
+    )
+    drain_seconds: float = option(
+        default_seconds("drain_seconds"), "How long planned steps may take to finish on SIGTERM."
+    )
+    address_file: Path | None = option(
+        None, "File to write the bound addresses to, as JSON, once it serves."
+    )
+    replace: bool = option(False, "End the membership of a live server of this id.", "--replace")
     reply_timeout_seconds: float = default_seconds("reply_timeout_seconds")
 
     def __post_init__(self) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-import typer
+from typing import ClassVar
 
 from control_plane.planner import DEFAULT_PLANNER
 from distca.contract.addresses import split_address
 from distca.contract.checks import check_least, check_positive, check_seconds
 from distca.contract.settings import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles
 from distca.contract.timeouts import default_seconds
+from distca.options import option
 
 _AVAILABILITY, _SECURITY = "Availability", "Security"
 
@@ -45,43 +44,30 @@ class CoordinatorSettings:
             again before it plans for jobs from before.
     """
 
-    default_planner: Annotated[
-        str, typer.Option("--planner", help="Planner of jobs that name none.")
-    ] = DEFAULT_PLANNER
-    planning_threads: Annotated[
-        int, typer.Option(help="Jobs of one identity that are planned at the same time.")
-    ] = 2
-    lease_seconds: Annotated[
-        float, typer.Option(help="Servers and ranks live so long without a heartbeat.")
-    ] = default_seconds("lease_seconds")
-    stall_seconds: Annotated[
-        float,
-        typer.Option(
-            help="A server that has work and finishes none for so long is fenced; more than its "
-            "longest kernel call takes.",
-            rich_help_panel=_AVAILABILITY,
-        ),
-    ] = default_seconds("stall_seconds")
-    max_jobs_per_identity: Annotated[
-        int,
-        typer.Option(
-            help="Jobs that one identity may have open; without certificates, all together.",
-            rich_help_panel=_SECURITY,
-        ),
-    ] = 256
-    max_ranks_per_identity: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that all jobs of one identity together may have.", rich_help_panel=_SECURITY
-        ),
-    ] = 2**16
-    max_manifest_bytes_per_identity: Annotated[
-        int,
-        typer.Option(
-            help="Bytes that steps kept for the jobs of one identity may come to, 512 a segment.",
-            rich_help_panel=_SECURITY,
-        ),
-    ] = 512 * 2**20
+    default_planner: str = option(DEFAULT_PLANNER, "Planner of jobs that name none.", "--planner")
+    planning_threads: int = option(2, "Jobs of one identity that are planned at the same time.")
+    lease_seconds: float = option(
+        default_seconds("lease_seconds"), "Servers and ranks live so long without a heartbeat."
+    )
+    stall_seconds: float = option(
+        default_seconds("stall_seconds"),
+        "A server that has work and finishes none for so long is fenced; more than its longest "
+        "kernel call takes.",
+        rich_help_panel=_AVAILABILITY,
+    )
+    max_jobs_per_identity: int = option(
+        256,
+        "Jobs that one identity may have open; without certificates, all together.",
+        rich_help_panel=_SECURITY,
+    )
+    max_ranks_per_identity: int = option(
+        2**16, "Ranks that all jobs of one identity together may have.", rich_help_panel=_SECURITY
+    )
+    max_manifest_bytes_per_identity: int = option(
+        512 * 2**20,
+        "Bytes that steps kept for the jobs of one identity may come to, 512 a segment.",
+        rich_help_panel=_SECURITY,
+    )
     retained_steps: int = 64
     max_pending_steps: int = 64
     max_queued_events: int = 256
@@ -121,27 +107,21 @@ class AccessSettings:
 
     PANEL: ClassVar = "Security"
 
-    token_secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-secret",
-            help="File of at least 32 random bytes that jobs' tokens derive from. Default: one in "
-            "the state folder, or a new one at each start.",
-            envvar="DISTCA_TOKEN_SECRET",
-        ),
-    ] = None
-    registrations_per_second: Annotated[
-        float,
-        typer.Option(help="Servers and ranks that one identity may register in the long run."),
-    ] = 200.0
-    registration_burst: Annotated[int, typer.Option(help="How many of them at once.")] = 4096
-    max_calls_per_identity: Annotated[
-        int,
-        typer.Option(
-            help="Calls and streams that one identity may have under way; without certificates, "
-            "one host."
-        ),
-    ] = 16384
+    token_secret_file: Path | None = option(
+        None,
+        "File of at least 32 random bytes that jobs' tokens derive from. Default: one in the "
+        "state folder, or a new one at each start.",
+        "--token-secret",
+        envvar="DISTCA_TOKEN_SECRET",
+    )
+    registrations_per_second: float = option(
+        200.0, "Servers and ranks that one identity may register in the long run."
+    )
+    registration_burst: int = option(4096, "How many of them at once.")
+    max_calls_per_identity: int = option(
+        16384,
+        "Calls and streams that one identity may have under way; without certificates, one host.",
+    )
     handshake_seconds: float = default_seconds("handshake_seconds")
 
     def __post_init__(self) -> None:
@@ -163,51 +143,41 @@ class ControlPlaneSettings:
         stop_seconds: how long calls may go on after a signal to stop.
     """
 
-    listen_address: Annotated[
-        str, typer.Option("--listen", help="host:port of gRPC; port 0 takes any free one.")
-    ] = "0.0.0.0:7700"
-    metrics_address: Annotated[
-        str | None,
-        typer.Option("--metrics-listen", help="host:port of /metrics for Prometheus, likewise."),
-    ] = "0.0.0.0:7701"
-    address_file: Annotated[
-        Path | None,
-        typer.Option(help="File to write the bound addresses to, as JSON, once it serves."),
-    ] = None
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for what must outlive the process: a token secret and the number of its "
-            "starts. Without it or --token-secret jobs end with the process.",
-            envvar="DISTCA_STATE_DIR",
-        ),
-    ] = None
+    listen_address: str = option(
+        "0.0.0.0:7700", "host:port of gRPC; port 0 takes any free one.", "--listen"
+    )
+    metrics_address: str | None = option(
+        "0.0.0.0:7701", "host:port of /metrics for Prometheus, likewise.", "--metrics-listen"
+    )
+    address_file: Path | None = option(
+        None, "File to write the bound addresses to, as JSON, once it serves."
+    )
+    state_dir: Path | None = option(
+        None,
+        "Folder for what must outlive the process: a token secret and the number of its starts. "
+        "Without it or --token-secret jobs end with the process.",
+        envvar="DISTCA_STATE_DIR",
+    )
     coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
-    leader_lock: Annotated[
-        Path | None,
-        typer.Option(
-            help="Among several control planes, the one that holds this file's lock leads; the "
-            "others stand by. They must share state folder or token secret.",
-            rich_help_panel=_AVAILABILITY,
-        ),
-    ] = None
-    leader_lease: Annotated[
-        str,
-        typer.Option(
-            help="Chooses the leader by a Kubernetes Lease instead: NAMESPACE/NAME.",
-            envvar="DISTCA_LEADER_LEASE",
-            rich_help_panel=_AVAILABILITY,
-        ),
-    ] = ""
-    leader_pod: Annotated[
-        str,
-        typer.Option(
-            help="Name of this process's pod, in the Lease's namespace: it has the label "
-            "distca.io/leader=true while it leads, for a Service to select.",
-            envvar="DISTCA_LEADER_POD",
-            rich_help_panel=_AVAILABILITY,
-        ),
-    ] = ""
+    leader_lock: Path | None = option(
+        None,
+        "Among several control planes, the one that holds this file's lock leads; the others "
+        "stand by. They must share state folder or token secret.",
+        rich_help_panel=_AVAILABILITY,
+    )
+    leader_lease: str = option(
+        "",
+        "Chooses the leader by a Kubernetes Lease instead: NAMESPACE/NAME.",
+        envvar="DISTCA_LEADER_LEASE",
+        rich_help_panel=_AVAILABILITY,
+    )
+    leader_pod: str = option(
+        "",
+        "Name of this process's pod, in the Lease's namespace: it has the label "
+        "distca.io/leader=true while it leads, for a Service to select.",
+        envvar="DISTCA_LEADER_POD",
+        rich_help_panel=_AVAILABILITY,
+    )
     access: AccessSettings = field(default_factory=AccessSettings)
     tls: TlsFiles | None = None
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES

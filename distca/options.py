@@ -1,7 +1,11 @@
 """Command-line options from settings classes, so that each setting is declared once.
 
-A settings class is a frozen dataclass whose fields are ``Annotated`` with ``typer.Option``. A
-command names the classes that it takes and receives them built and validated::
+A settings class is a frozen dataclass with fields that are made by :func:`option`, or ``Annotated``
+with ``typer.Option`` where they have no default::
+
+    layers: int | None = option(None, "Decoder layers.")
+
+A command names the classes that it takes and receives them built and validated::
 
     @options_from
     def train(data: DataSettings, model: ModelSettings) -> None: ...
@@ -10,9 +14,8 @@ Fields become options in order of the classes, with their defaults, at which an 
 them; a ``ValueError`` from a class's own validation becomes a usage error. A field that is a
 settings class itself stands for the options of that class; if it may be None, it is None when none
 of them is given. ``PANEL`` names the panel of the help that a class's own options stand in, unless
-they name another. A field whose value is no plain text or number says how it is read::
-
-    shape: Annotated[AttentionShape, typer.Option(help="..."), Read(str, parse_shape)]
+they name another. A field whose value is no plain text or number says how it is read by a
+:class:`Read`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -43,6 +46,26 @@ class Read:
     convert: Callable[[Any], Any]
 
 
+Value = TypeVar("Value")
+
+_EXTRAS = "option"
+
+
+def option(default: Value, help: str, *flags: str, read: Read | None = None, **more: Any) -> Value:
+    """A field of a settings class that is an option.
+
+    Args:
+        default: of the field.
+        help: of the option.
+        flags: how it is spelt; by default as the field.
+        read: how its value is read.
+        more: as of ``typer.Option``.
+    """
+    extras = (typer.Option(*flags, help=help, **more), *((read,) if read else ()))
+    field: Any = dataclasses.field(default=default, metadata={_EXTRAS: extras})
+    return cast(Value, field)
+
+
 def options_from(command: Callable[..., None]) -> Callable[..., None]:
     """Gives ``command``, whose parameters are settings classes, one option for each field."""
     hints = get_type_hints(command)
@@ -51,10 +74,10 @@ def options_from(command: Callable[..., None]) -> Callable[..., None]:
     }
     parameters: dict[str, inspect.Parameter] = {}
     for settings in classes.values():
-        for option in _options(settings):
-            if option.name in parameters:
-                raise TypeError(f"two settings classes have a field {option.name!r}")
-            parameters[option.name] = option.parameter
+        for each in _options(settings):
+            if each.name in parameters:
+                raise TypeError(f"two settings classes have a field {each.name!r}")
+            parameters[each.name] = each.parameter
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -73,17 +96,17 @@ def as_arguments(*settings: Any) -> list[str]:
     """The command-line arguments that build ``settings`` again; fields at their default are left
     out. The fields are plain: no :class:`Read`, no settings class."""
     arguments: list[str] = []
-    for each in settings:
-        for option in _options(type(each)):
-            value = getattr(each, option.name)
-            if option.field.default == value:
+    for one in settings:
+        for each in _options(type(one)):
+            value = getattr(one, each.name)
+            if each.field.default == value:
                 continue
             if isinstance(value, bool):
-                arguments.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+                arguments.append(each.flag if value else each.flag.replace("--", "--no-", 1))
             elif value is not None:
                 # Paths are made absolute: the reader may have another working directory.
                 text = str(value.absolute()) if isinstance(value, Path) else str(value)
-                arguments.append(f"{option.flag}={text}")
+                arguments.append(f"{each.flag}={text}")
     return arguments
 
 
@@ -176,16 +199,17 @@ def _members(settings: type[Any], may_lack: bool) -> Iterator[_Option | _Group]:
     for field in dataclasses.fields(settings):
         if not field.init:
             continue
-        hint = hints[field.name]
-        if get_origin(hint) is Annotated:
-            kind, *extras = get_args(hint)
+        kind, extras = hints[field.name], field.metadata.get(_EXTRAS, ())
+        if get_origin(kind) is Annotated:
+            kind, *extras = get_args(kind)
+        if extras:
             extras = [_in_panel(extra, _panel(settings, field.name)) for extra in extras]
             yield _Option(field, kind, tuple(extras), may_lack)
             continue
-        kinds = get_args(hint) or (hint,)
-        for kind in kinds:
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                yield _Group(field.name, kind, NoneType in kinds)
+        kinds = get_args(kind) or (kind,)
+        for each in kinds:
+            if isinstance(each, type) and dataclasses.is_dataclass(each):
+                yield _Group(field.name, each, NoneType in kinds)
 
 
 def _panel(settings: type[Any], name: str) -> str | None:

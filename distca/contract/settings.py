@@ -14,6 +14,7 @@ import typer
 
 from distca.contract.checks import check_bool, check_least, take_paths
 from distca.contract.timeouts import default_seconds
+from distca.options import option
 
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
@@ -58,14 +59,12 @@ class TlsFiles:
     key_file: Annotated[
         Path, typer.Option("--tls-key", help="Its private key.", envvar="DISTCA_TLS_KEY")
     ]
-    client_ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-client-ca",
-            help="Clients must show a certificate of this authority (mTLS).",
-            envvar="DISTCA_TLS_CLIENT_CA",
-        ),
-    ] = None
+    client_ca_file: Path | None = option(
+        None,
+        "Clients must show a certificate of this authority (mTLS).",
+        "--tls-client-ca",
+        envvar="DISTCA_TLS_CLIENT_CA",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,42 +74,31 @@ class ClientTls:
 
     PANEL: ClassVar = "TLS"
 
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-ca",
-            help="Certificate authority of the control plane; turns TLS on.",
-            envvar="DISTCA_TLS_CA",
-        ),
-    ] = None
-    certificate_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-certificate",
-            help="Certificate of this process, for mTLS.",
-            envvar="DISTCA_TLS_CERTIFICATE",
-        ),
-    ] = None
-    key_file: Annotated[
-        Path | None, typer.Option("--tls-key", help="Its private key.", envvar="DISTCA_TLS_KEY")
-    ] = None
-    server_name: Annotated[
-        str | None,
-        typer.Option(
-            "--tls-server-name",
-            help="Name that the certificate of the control plane must have; default: its host.",
-            envvar="DISTCA_TLS_SERVER_NAME",
-        ),
-    ] = None
-    certificate_check_seconds: Annotated[
-        float,
-        typer.Option(
-            "--tls-check-seconds",
-            help="How often the files are looked at; new certificates are taken into use while it "
-            "works.",
-            envvar="DISTCA_TLS_CHECK_SECONDS",
-        ),
-    ] = 10.0
+    ca_file: Path | None = option(
+        None,
+        "Certificate authority of the control plane; turns TLS on.",
+        "--tls-ca",
+        envvar="DISTCA_TLS_CA",
+    )
+    certificate_file: Path | None = option(
+        None,
+        "Certificate of this process, for mTLS.",
+        "--tls-certificate",
+        envvar="DISTCA_TLS_CERTIFICATE",
+    )
+    key_file: Path | None = option(None, "Its private key.", "--tls-key", envvar="DISTCA_TLS_KEY")
+    server_name: str | None = option(
+        None,
+        "Name that the certificate of the control plane must have; default: its host.",
+        "--tls-server-name",
+        envvar="DISTCA_TLS_SERVER_NAME",
+    )
+    certificate_check_seconds: float = option(
+        10.0,
+        "How often the files are looked at; new certificates are taken into use while it works.",
+        "--tls-check-seconds",
+        envvar="DISTCA_TLS_CHECK_SECONDS",
+    )
 
     def __post_init__(self) -> None:
         take_paths(self, "ca_file", "certificate_file", "key_file")
@@ -132,24 +120,26 @@ class RankTimeouts:
 
     PANEL: ClassVar = "Service"
 
-    start_timeout_seconds: Annotated[
-        float, typer.Option(help="To reach the control plane at start.")
-    ] = default_seconds("start_timeout_seconds")
-    connect_timeout_seconds: Annotated[float, typer.Option(help="To reach a server.")] = (
-        default_seconds("connect_timeout_seconds")
+    start_timeout_seconds: float = option(
+        default_seconds("start_timeout_seconds"), "To reach the control plane at start."
     )
-    plan_timeout_seconds: Annotated[
-        float, typer.Option(help="A step waits this long for its plan.")
-    ] = default_seconds("plan_timeout_seconds")
-    tick_timeout_seconds: Annotated[
-        float, typer.Option(help="One exchange with the servers may take this long.")
-    ] = default_seconds("tick_timeout_seconds")
-    recovery_timeout_seconds: Annotated[
-        float, typer.Option(help="A step that lost a server waits this long for its new plan.")
-    ] = default_seconds("recovery_timeout_seconds")
-    control_plane_timeout_seconds: Annotated[
-        float, typer.Option(help="Training goes on this long without a control plane.")
-    ] = default_seconds("control_plane_timeout_seconds")
+    connect_timeout_seconds: float = option(
+        default_seconds("connect_timeout_seconds"), "To reach a server."
+    )
+    plan_timeout_seconds: float = option(
+        default_seconds("plan_timeout_seconds"), "A step waits this long for its plan."
+    )
+    tick_timeout_seconds: float = option(
+        default_seconds("tick_timeout_seconds"), "One exchange with the servers may take this long."
+    )
+    recovery_timeout_seconds: float = option(
+        default_seconds("recovery_timeout_seconds"),
+        "A step that lost a server waits this long for its new plan.",
+    )
+    control_plane_timeout_seconds: float = option(
+        default_seconds("control_plane_timeout_seconds"),
+        "Training goes on this long without a control plane.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +148,12 @@ class PlanRequest:
 
     PANEL: ClassVar = "Service"
 
-    tolerance: Annotated[
-        float, typer.Option(help="By how much the busiest server may exceed the mean load.")
-    ] = 0.03
-    planner: Annotated[
-        str, typer.Option(help="Name of the planner; default: the control plane's.")
-    ] = ""
-    min_forward_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Shortest piece that a document is cut into, forward; 0: the planner's default."
-        ),
-    ] = 0
-    min_backward_tokens: Annotated[int, typer.Option(help="The same for the backward pass.")] = 0
+    tolerance: float = option(0.03, "By how much the busiest server may exceed the mean load.")
+    planner: str = option("", "Name of the planner; default: the control plane's.")
+    min_forward_tokens: int = option(
+        0, "Shortest piece that a document is cut into, forward; 0: the planner's default."
+    )
+    min_backward_tokens: int = option(0, "The same for the backward pass.")
 
     def __post_init__(self) -> None:
         check_least(self, tolerance=0, min_forward_tokens=0, min_backward_tokens=0)
@@ -182,24 +165,18 @@ class IntegritySettings:
 
     PANEL: ClassVar = "Service"
 
-    checksums: Annotated[
-        bool | None,
-        typer.Option(
-            help="Messages carry a checksum under a key; default: those that leave their host."
-        ),
-    ] = None
-    check_results: Annotated[
-        bool | None,
-        typer.Option(help="Look for NaN and Inf in servers' results; default: on the CPU."),
-    ] = None
-    audit_rate: Annotated[
-        float,
-        typer.Option(
-            "--audit",
-            metavar="RATE",
-            help="Share of the servers' tasks that trainers recompute and compare, 0 to 1.",
-        ),
-    ] = 0.0
+    checksums: bool | None = option(
+        None, "Messages carry a checksum under a key; default: those that leave their host."
+    )
+    check_results: bool | None = option(
+        None, "Look for NaN and Inf in servers' results; default: on the CPU."
+    )
+    audit_rate: float = option(
+        0.0,
+        "Share of the servers' tasks that trainers recompute and compare, 0 to 1.",
+        "--audit",
+        metavar="RATE",
+    )
 
     def seals(self, *, leaves_host: bool) -> bool:
         """Decides whether the messages of a connection carry a checksum."""

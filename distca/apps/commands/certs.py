@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distca.contract.checks import check_least
-from distca.options import options_from
+from distca.options import option, options_from
 
 if TYPE_CHECKING:
     from distca.apps.certs.description import CertificateDescription
@@ -35,13 +35,11 @@ class MakeOptions:
             "control-plane; may be given several times; default: all."
         ),
     ] = field(default_factory=list)
-    name: Annotated[
-        str,
-        typer.Option(
-            help="Name in the certificates: for a trainer the tenant, whose jobs nobody else can "
-            "touch. Files of another name than the default are called ROLE-NAME."
-        ),
-    ] = DEFAULT_NAME
+    name: str = option(
+        DEFAULT_NAME,
+        "Name in the certificates: for a trainer the tenant, whose jobs nobody else can touch. "
+        "Files of another name than the default are called ROLE-NAME.",
+    )
     host: Annotated[
         list[str],
         typer.Option(
@@ -49,11 +47,9 @@ class MakeOptions:
             "localhost and this machine; may be given several times."
         ),
     ] = field(default_factory=list)
-    days: Annotated[int, typer.Option(help="How long the certificates are good.")] = 30
-    authority_days: Annotated[int, typer.Option(help="The same of a new authority.")] = 365
-    force: Annotated[bool, typer.Option("--force", help="Replace certificates that are there.")] = (
-        False
-    )
+    days: int = option(30, "How long the certificates are good.")
+    authority_days: int = option(365, "The same of a new authority.")
+    force: bool = option(False, "Replace certificates that are there.", "--force")
 
     def __post_init__(self) -> None:
         check_least(self, days=1, authority_days=1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from distca.apps.doctor.settings import DoctorSettings
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
-from distca.options import options_from
+from distca.options import option, options_from
 
 if TYPE_CHECKING:
     from distca.apps.doctor.surroundings import Surroundings
@@ -23,20 +23,16 @@ FAILED_EXIT_CODE = 1
 class DoctorOptions:
     """Whom it must reach, and what is shown."""
 
-    control_plane: Annotated[
-        str,
-        typer.Option(
-            help="host:port of the control plane; default: what needs one is left out.",
-            envvar="DISTCA_CONTROL_PLANE",
-        ),
-    ] = ""
-    connect_seconds: Annotated[
-        float, typer.Option(help="How long to look for the control plane.")
-    ] = default_seconds("call_seconds")
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 for what is only to look at, too.")
-    ] = False
-    json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False
+    control_plane: str = option(
+        "",
+        "host:port of the control plane; default: what needs one is left out.",
+        envvar="DISTCA_CONTROL_PLANE",
+    )
+    connect_seconds: float = option(
+        default_seconds("call_seconds"), "How long to look for the control plane."
+    )
+    strict: bool = option(False, "Exit with 1 for what is only to look at, too.", "--strict")
+    json: bool = option(False, "One JSON document, for scripts.", "--json")
 
 
 @options_from

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
-from distca.options import options_from
+from distca.options import option, options_from
 
 NOT_SERVING_EXIT_CODE = 3
 
@@ -20,25 +19,20 @@ NOT_SERVING_EXIT_CODE = 3
 class HealthOptions:
     """Whom to ask."""
 
-    address: Annotated[
-        str,
-        typer.Option(
-            help="host:port of gRPC of a control plane, or of the health port of an attention "
-            "node.",
-            envvar="DISTCA_HEALTH_ADDRESS",
-        ),
-    ] = "localhost:7700"
-    timeout_seconds: Annotated[
-        float, typer.Option(help="An answer must come within this time.")
-    ] = default_seconds("ask_seconds")
-    alive: Annotated[
-        bool,
-        typer.Option(
-            "--alive/--serving",
-            help="Any answer will do, also that it does not serve: a process that drains or stands "
-            "by is alive.",
-        ),
-    ] = False
+    address: str = option(
+        "localhost:7700",
+        "host:port of gRPC of a control plane, or of the health port of an attention node.",
+        envvar="DISTCA_HEALTH_ADDRESS",
+    )
+    timeout_seconds: float = option(
+        default_seconds("ask_seconds"), "An answer must come within this time."
+    )
+    alive: bool = option(
+        False,
+        "Any answer will do, also that it does not serve: a process that drains or stands by is "
+        "alive.",
+        "--alive/--serving",
+    )
 
 
 @options_from

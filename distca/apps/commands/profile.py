@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distca.options import options_from
+from distca.options import option, options_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +22,15 @@ class ProfileOptions:
             help="Attention shape, for example 32:8:128:bfloat16.",
         ),
     ]
-    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick/--full",
-            help="A coarse grid in seconds, as servers measure at start, instead of minutes.",
-        ),
-    ] = False
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write. Default: where servers on this machine look, ~/.cache/distca."
-        ),
-    ] = None
+    device: str = option("cpu", "cpu or cuda:INDEX.")
+    quick: bool = option(
+        False,
+        "A coarse grid in seconds, as servers measure at start, instead of minutes.",
+        "--quick/--full",
+    )
+    output: Path | None = option(
+        None, "File to write. Default: where servers on this machine look, ~/.cache/distca."
+    )
 
 
 @options_from

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import typer
 
 from core_attention.schedule_orders import SCHEDULES, Order, zero_bubble
-from distca.options import options_from
+from distca.options import option, options_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +19,15 @@ class ScheduleSettings:
 
     PANEL: ClassVar = "Schedule"
 
-    name: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "zero-bubble"
-    ranks: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 4
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8
-    max_deferred: Annotated[
-        int | None,
-        typer.Option(
-            help="Of the zero-bubble order: microbatches between both parts of their backward on "
-            "a rank, at most; default: any number."
-        ),
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option(help="Write it to this file instead of the terminal.")
-    ] = None
+    name: str = option("zero-bubble", f"One of {', '.join(SCHEDULES)}.")
+    ranks: int = option(4, "Ranks of a pipeline.")
+    microbatches: int = option(8, "Microbatches of a step.")
+    max_deferred: int | None = option(
+        None,
+        "Of the zero-bubble order: microbatches between both parts of their backward on a rank, "
+        "at most; default: any number.",
+    )
+    output: Path | None = option(None, "Write it to this file instead of the terminal.")
 
 
 @options_from

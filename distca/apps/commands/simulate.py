@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-import typer
+from typing import TYPE_CHECKING, ClassVar
 
 from core_attention.schedule_orders import SCHEDULES
 from distca.apps.preview.settings import (
@@ -15,7 +13,7 @@ from distca.apps.preview.settings import (
     OutputSettings,
     PlannerSettings,
 )
-from distca.options import options_from
+from distca.options import option, options_from
 from distca.process.interrupt import ending_at_once
 
 if TYPE_CHECKING:
@@ -28,27 +26,20 @@ class JobSettings:
 
     PANEL: ClassVar = "Job"
 
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas between.")] = (
-        "64,128,256,512"
+    gpus: str = option("64,128,256,512", "Numbers of GPUs, with commas between.")
+    stages: int = option(1, "Pipeline stages; 1 is none.")
+    microbatches: int = option(1, "Microbatches of each pipeline in a step.")
+    schedules: str = option(
+        "all",
+        "Pipeline schedules to compare, with commas between: all, names "
+        f"({', '.join(SCHEDULES)}) or CSV files that torch.distributed.pipelining runs.",
     )
-    stages: Annotated[int, typer.Option(help="Pipeline stages; 1 is none.")] = 1
-    microbatches: Annotated[int, typer.Option(help="Microbatches of each pipeline in a step.")] = 1
-    schedules: Annotated[
-        str,
-        typer.Option(
-            help="Pipeline schedules to compare, with commas between: all, names "
-            f"({', '.join(SCHEDULES)}) or CSV files that torch.distributed.pipelining runs."
-        ),
-    ] = "all"
-    in_flight: Annotated[
-        float | None,
-        typer.Option(
-            help="Most microbatches whose activations a rank can keep; as many as 1F1B by default."
-        ),
-    ] = None
-    gradient_sync_ms: Annotated[
-        float, typer.Option(help="What every step adds for gradients, whatever the method.")
-    ] = 0.0
+    in_flight: float | None = option(
+        None, "Most microbatches whose activations a rank can keep; as many as 1F1B by default."
+    )
+    gradient_sync_ms: float = option(
+        0.0, "What every step adds for gradients, whatever the method."
+    )
 
 
 @options_from

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
 
 from distca.apps.top.settings import Watch
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
-from distca.options import options_from
+from distca.options import option, options_from
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions:
     """Whom to ask."""
 
-    control_plane: Annotated[
-        str, typer.Option(help="host:port of the control plane.", envvar="DISTCA_CONTROL_PLANE")
-    ] = "localhost:7700"
-    timeout_seconds: Annotated[
-        float, typer.Option(help="The control plane must answer within this time.")
-    ] = default_seconds("ask_seconds")
+    control_plane: str = option(
+        "localhost:7700", "host:port of the control plane.", envvar="DISTCA_CONTROL_PLANE"
+    )
+    timeout_seconds: float = option(
+        default_seconds("ask_seconds"), "The control plane must answer within this time."
+    )
 
 
 @options_from

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated
-
-import typer
 
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, own_address, rows_host
 from data_plane.transport import TransportName, check_transport
 from distca.contract.checks import check_host, check_least, check_seconds
 from distca.contract.timeouts import default_seconds
-from distca.options import Read
+from distca.options import Read, option
 
 
 def _is_gpu(device: str) -> bool:
@@ -28,67 +25,47 @@ def _is_gpu(device: str) -> bool:
 class DoctorSettings:
     """The node's purpose, and the processes that it must reach."""
 
-    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
-    also_devices: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--also-device",
-            metavar="cuda:INDEX",
-            help="Another GPU that is to be fit, and its kernels; may be given several times.",
-        ),
-    ] = ()
-    shapes: Annotated[
-        tuple[AttentionShape, ...],
-        typer.Option(
-            "--shape",
-            metavar="HEADS:KV_HEADS:HEAD_DIM:DTYPE",
-            help="Attention shape that the kernel must run; may be given several times.",
-        ),
-        Read(str, parse_shape),
-    ] = ()
-    data_host: Annotated[
-        str,
-        typer.Option(
-            help="Address of this machine that others reach; auto: what its name stands for, or "
-            "where that is loopback the address towards the control plane.",
-        ),
-    ] = OWN_ADDRESS
-    data_interface: Annotated[
-        str,
-        typer.Option(
-            help="Network interface whose IPv4 address others reach, for example net1, instead of "
-            "--data-host.",
-        ),
-    ] = ""
-    transport: Annotated[str, typer.Option(help="auto, ucxx or nixl.")] = TransportName.AUTO
-    one_host: Annotated[
-        bool,
-        typer.Option(
-            "--one-host/--several-hosts",
-            help="Whether trainers and servers share this machine, and its shared memory.",
-        ),
-    ] = False
-    rdma: Annotated[
-        bool, typer.Option("--rdma/--tcp", help="The network that data is to travel over.")
-    ] = False
-    pool: Annotated[
-        bool,
-        typer.Option(help="Compare with the attention nodes that the control plane names."),
-    ] = True
-    min_gigabytes_per_second: Annotated[
-        float, typer.Option(help="A slower way is a failure; 0 asks for nothing.")
-    ] = 0.0
-    probe_seconds: Annotated[float, typer.Option(help="One measurement may take this long.")] = (
-        default_seconds("probe_seconds")
+    device: str = option("cpu", "cpu or cuda:INDEX.")
+    also_devices: tuple[str, ...] = option(
+        (),
+        "Another GPU that is to be fit, and its kernels; may be given several times.",
+        "--also-device",
+        metavar="cuda:INDEX",
     )
-    skip: Annotated[
-        frozenset[str],
-        typer.Option(
-            metavar="CHECK",
-            help="Check to leave out, by the name that stands in its line; may be given several "
-            "times.",
-        ),
-    ] = frozenset()
+    shapes: tuple[AttentionShape, ...] = option(
+        (),
+        "Attention shape that the kernel must run; may be given several times.",
+        "--shape",
+        metavar="HEADS:KV_HEADS:HEAD_DIM:DTYPE",
+        read=Read(str, parse_shape),
+    )
+    data_host: str = option(
+        OWN_ADDRESS,
+        "Address of this machine that others reach; auto: what its name stands for, or where "
+        "that is loopback the address towards the control plane.",
+    )
+    data_interface: str = option(
+        "",
+        "Network interface whose IPv4 address others reach, for example net1, instead of "
+        "--data-host.",
+    )
+    transport: str = option(TransportName.AUTO, "auto, ucxx or nixl.")
+    one_host: bool = option(
+        False,
+        "Whether trainers and servers share this machine, and its shared memory.",
+        "--one-host/--several-hosts",
+    )
+    rdma: bool = option(False, "The network that data is to travel over.", "--rdma/--tcp")
+    pool: bool = option(True, "Compare with the attention nodes that the control plane names.")
+    min_gigabytes_per_second: float = option(0.0, "A slower way is a failure; 0 asks for nothing.")
+    probe_seconds: float = option(
+        default_seconds("probe_seconds"), "One measurement may take this long."
+    )
+    skip: frozenset[str] = option(
+        frozenset(),
+        "Check to leave out, by the name that stands in its line; may be given several times.",
+        metavar="CHECK",
+    )
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and not _is_gpu(self.device):

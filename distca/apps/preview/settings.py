@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-import typer
+from typing import ClassVar
 
 from distca.apps.data.settings import Homes
 from distca.contract.settings import Placement
+from distca.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,35 +17,24 @@ class LengthsSettings:
 
     PANEL: ClassVar = "Documents"
 
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the lengths: text (one number a line), .jsonl, .parquet, .npy (lengths "
-            "or document bounds) or the .idx of a Megatron-LM data set."
-        ),
-    ] = None
-    field: Annotated[
-        str | None,
-        typer.Option(
-            help="JSONL field or Parquet column: numbers, lists of token ids, or texts. Default: "
-            "the first of the usual names."
-        ),
-    ] = None
-    bytes_per_token: Annotated[
-        float, typer.Option(help="UTF-8 bytes of a token, to estimate lengths of texts.")
-    ] = 4.0
-    distribution: Annotated[
-        str | None,
-        typer.Option(
-            help="Draw lengths instead: prolong or pretrain, like the paper's two data sets."
-        ),
-    ] = None
-    max_length: Annotated[
-        int | None, typer.Option(help="Longer documents are cut. Default: tokens per rank.")
-    ] = None
-    shuffle: Annotated[bool, typer.Option(help="Shuffle a file.")] = True
-    seed: Annotated[int, typer.Option(help="Seed for drawing and shuffling.")] = 0
-    batches: Annotated[int, typer.Option(help="Steps that are planned.")] = 4
+    lengths: Path | None = option(
+        None,
+        "File with the lengths: text (one number a line), .jsonl, .parquet, .npy (lengths or "
+        "document bounds) or the .idx of a Megatron-LM data set.",
+    )
+    field: str | None = option(
+        None,
+        "JSONL field or Parquet column: numbers, lists of token ids, or texts. Default: the "
+        "first of the usual names.",
+    )
+    bytes_per_token: float = option(4.0, "UTF-8 bytes of a token, to estimate lengths of texts.")
+    distribution: str | None = option(
+        None, "Draw lengths instead: prolong or pretrain, like the paper's two data sets."
+    )
+    max_length: int | None = option(None, "Longer documents are cut. Default: tokens per rank.")
+    shuffle: bool = option(True, "Shuffle a file.")
+    seed: int = option(0, "Seed for drawing and shuffling.")
+    batches: int = option(4, "Steps that are planned.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +43,21 @@ class ModelSizes:
 
     PANEL: ClassVar = "Model"
 
-    model: Annotated[
-        str,
-        typer.Option(help="llama-3-8b, llama-34b, deepseek-v2-lite, deepseek-v2 or deepseek-v3."),
-    ] = "llama-3-8b"
-    layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None
-    hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None
-    intermediate_size: Annotated[
-        int | None,
-        typer.Option(help="Width of the feed-forward layer; with experts, of a token's."),
-    ] = None
-    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.")] = None
-    head_dim: Annotated[int | None, typer.Option(help="Width of a head.")] = None
-    head_dim_v: Annotated[
-        int | None,
-        typer.Option(help="Width of a head's values, where it is not that of its keys."),
-    ] = None
-    recompute: Annotated[
-        bool, typer.Option(help="The backward pass runs the linear layers' forward again.")
-    ] = False
+    model: str = option(
+        "llama-3-8b", "llama-3-8b, llama-34b, deepseek-v2-lite, deepseek-v2 or deepseek-v3."
+    )
+    layers: int | None = option(None, "Decoder layers.")
+    hidden_size: int | None = option(None, "Width of the residual stream.")
+    intermediate_size: int | None = option(
+        None, "Width of the feed-forward layer; with experts, of a token's."
+    )
+    heads: int | None = option(None, "Query heads.")
+    kv_heads: int | None = option(None, "Key/value heads.")
+    head_dim: int | None = option(None, "Width of a head.")
+    head_dim_v: int | None = option(
+        None, "Width of a head's values, where it is not that of its keys."
+    )
+    recompute: bool = option(False, "The backward pass runs the linear layers' forward again.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,26 +66,19 @@ class ClusterSettings:
 
     PANEL: ClassVar = "Cluster"
 
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of a rank in a microbatch.")] = 131072
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs of a rank.")] = 8
-    gpus_per_host: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8
-    bandwidth_gbps: Annotated[
-        float, typer.Option(help="Network of one GPU, GB/s in each direction.")
-    ] = 50.0
-    host_bandwidth_gbps: Annotated[
-        float, typer.Option(help="One GPU to the others of its machine, GB/s in each direction.")
-    ] = 212.0
-    latency_us: Annotated[float, typer.Option(help="Latency of a message, microseconds.")] = 22.0
-    linear_tflops: Annotated[
-        float, typer.Option(help="Achieved by one GPU in the linear layers, TFLOP/s.")
-    ] = 600.0
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Cost profile of one GPU's kernels, as `distca profile` writes it. Default: an "
-            "H200's."
-        ),
-    ] = None
+    tokens_per_rank: int = option(131072, "Tokens of a rank in a microbatch.")
+    tensor_parallel: int = option(8, "GPUs of a rank.")
+    gpus_per_host: int = option(8, "GPUs of a machine.")
+    bandwidth_gbps: float = option(50.0, "Network of one GPU, GB/s in each direction.")
+    host_bandwidth_gbps: float = option(
+        212.0, "One GPU to the others of its machine, GB/s in each direction."
+    )
+    latency_us: float = option(22.0, "Latency of a message, microseconds.")
+    linear_tflops: float = option(600.0, "Achieved by one GPU in the linear layers, TFLOP/s.")
+    profile: Path | None = option(
+        None,
+        "Cost profile of one GPU's kernels, as `distca profile` writes it. Default: an H200's.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,33 +87,20 @@ class PlannerSettings:
 
     PANEL: ClassVar = "Planner"
 
-    planner: Annotated[
-        str | None,
-        typer.Option(help="Name of the planner. Default: the control plane's."),
-    ] = None
-    tolerance: Annotated[
-        float, typer.Option(help="By how much the busiest server may exceed the mean.")
-    ] = 0.03
-    homes: Annotated[
-        Homes,
-        typer.Option(
-            help="packed: documents in order; planned: placed so that the fewest bytes move."
-        ),
-    ] = Homes.PACKED
-    byte_budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Most bytes of a rank in a tick, as a multiple of what its network carries during "
-            "a nano-batch's forward linear part. Default: no limit."
-        ),
-    ] = None
-    nano_batches: Annotated[int, typer.Option(help="2 with ping-pong, 1 without.")] = 2
-    cut_documents: Annotated[
-        bool,
-        typer.Option(
-            help="Let a document begin in the first of two nano-batches and go on in the second."
-        ),
-    ] = False
+    planner: str | None = option(None, "Name of the planner. Default: the control plane's.")
+    tolerance: float = option(0.03, "By how much the busiest server may exceed the mean.")
+    homes: Homes = option(
+        Homes.PACKED, "packed: documents in order; planned: placed so that the fewest bytes move."
+    )
+    byte_budget: float | None = option(
+        None,
+        "Most bytes of a rank in a tick, as a multiple of what its network carries during a "
+        "nano-batch's forward linear part. Default: no limit.",
+    )
+    nano_batches: int = option(2, "2 with ping-pong, 1 without.")
+    cut_documents: bool = option(
+        False, "Let a document begin in the first of two nano-batches and go on in the second."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +109,9 @@ class FleetSettings:
 
     PANEL: ClassVar = "Cluster"
 
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8
-    placement: Annotated[Placement, typer.Option(help="Where attention servers run.")] = (
-        Placement.IN_PLACE
-    )
-    pool_servers: Annotated[
-        int, typer.Option(help="Attention servers of the pool, each with a rank's GPUs.")
-    ] = 0
+    ranks: int = option(8, "Data-parallel ranks.")
+    placement: Placement = option(Placement.IN_PLACE, "Where attention servers run.")
+    pool_servers: int = option(0, "Attention servers of the pool, each with a rank's GPUs.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +120,5 @@ class OutputSettings:
 
     PANEL: ClassVar = "Output"
 
-    png: Annotated[Path | None, typer.Option(help="Draw the picture of the page to this PNG.")] = (
-        None
-    )
-    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
+    png: Path | None = option(None, "Draw the picture of the page to this PNG.")
+    html: Path | None = option(None, "Write all of it as one HTML page.")
