@@ -35,7 +35,6 @@ def check_certificates(around: Surroundings) -> Iterable[CheckFinding]:
     settings = around.cluster.settings
     if settings.ca_file is None:
         yield warned(
-            "certificates",
             "none given: calls to the control plane are plaintext, and everyone may make them",
             "turn on mTLS: --tls-ca, --tls-certificate and --tls-key (docs/security.md)",
         )
@@ -56,7 +55,7 @@ def _check_files(settings: RpcSettings, now: datetime) -> Iterator[CheckFinding]
                 for described in describe_file(path):
                     yield judge_validity(path, described, now)
     except (OSError, MismatchError, CertificateError) as error:
-        yield failed("certificates", str(error), _MAKE)
+        yield failed(str(error), _MAKE)
         return
     if settings.ca_file is not None and settings.certificate_file is not None:
         yield _check_own(settings.ca_file, settings.certificate_file)
@@ -69,14 +68,12 @@ def judge_validity(path: Path, described: CertificateDescription, now: datetime)
     figures = {"days_left": left / timedelta(days=1)}
     if now < described.begins:
         advice = "set this machine's clock, or wait"
-        return failed("certificates", says, advice, **figures)
+        return failed(says, advice, **figures)
     if left <= timedelta(0):
-        return failed("certificates", says, _MAKE, **figures)
+        return failed(says, _MAKE, **figures)
     if left < _RENEWED_AT * life:
-        return warned(
-            "certificates", says, "it should have been renewed: see what renews it", **figures
-        )
-    return passed("certificates", says, **figures)
+        return warned(says, "it should have been renewed: see what renews it", **figures)
+    return passed(says, **figures)
 
 
 def _check_own(ca_file: Path, certificate_file: Path) -> CheckFinding:
@@ -85,19 +82,17 @@ def _check_own(ca_file: Path, certificate_file: Path) -> CheckFinding:
     authorities = x509.load_pem_x509_certificates(ca_file.read_bytes())
     if not _is_signed(chain, authorities):
         return failed(
-            "certificates",
             f"{certificate_file} is not signed by an authority in {ca_file}",
             "use a certificate and an authority that belong together",
         )
     identity = describe_file(certificate_file)[0].identity
     if identity is None:
         return failed(
-            "certificates",
             f"{certificate_file} names no role",
             "its subject alternative names need one URI spiffe://distca/ROLE/NAME; roles are "
             + ", ".join(Role),
         )
-    return passed("certificates", f"{certificate_file} is {identity.role} {identity.name}")
+    return passed(f"{certificate_file} is {identity.role} {identity.name}")
 
 
 def _is_signed(chain: list[x509.Certificate], authorities: list[x509.Certificate]) -> bool:
@@ -132,7 +127,6 @@ def _check_handshake(settings: RpcSettings) -> Iterator[CheckFinding]:
             del connection
     except ssl.SSLCertVerificationError as error:
         yield failed(
-            "certificates",
             f"the control plane's is refused: {error.verify_message}",
             f"it must be signed by an authority in {settings.ca_file} and be good for {name}; if "
             "it has another name, give that with --tls-server-name",
@@ -141,7 +135,6 @@ def _check_handshake(settings: RpcSettings) -> Iterator[CheckFinding]:
     except ssl.SSLError as error:
         found = try_control_plane(settings)
         yield failed(
-            "certificates",
             f"no TLS with the control plane: {found.says or error}",
             found.advice or "does it accept certificates of this authority?",
         )
@@ -149,7 +142,7 @@ def _check_handshake(settings: RpcSettings) -> Iterator[CheckFinding]:
     except OSError:
         # Nobody listens: check control-plane tells that.
         return
-    yield passed("certificates", f"the control plane's is good for {name}")
+    yield passed(f"the control plane's is good for {name}")
     found = try_control_plane(settings)
     if found.says:
-        yield failed("certificates", f"the control plane: {found.says}", found.advice)
+        yield failed(f"the control plane: {found.says}", found.advice)

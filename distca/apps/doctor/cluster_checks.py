@@ -39,7 +39,6 @@ def _resolve(host: str, whose: str) -> CheckFinding:
         addresses = addresses_of(host)
     except OSError as error:
         return failed(
-            "dns",
             f"{host}, {whose}, does not resolve: {error.strerror or error}",
             "check the name and /etc/resolv.conf; in a pod the Service's name and namespace",
         )
@@ -47,12 +46,11 @@ def _resolve(host: str, whose: str) -> CheckFinding:
     says = f"{host} is {', '.join(addresses)}"
     if seconds > 1:
         return warned(
-            "dns",
             f"{says}, but that took {seconds:.1f} s",
             "check the name servers in /etc/resolv.conf",
             seconds=seconds,
         )
-    return passed("dns", says, seconds=seconds)
+    return passed(says, seconds=seconds)
 
 
 def _own_address(data_host: str, *, one_host: bool) -> CheckFinding:
@@ -62,17 +60,15 @@ def _own_address(data_host: str, *, one_host: bool) -> CheckFinding:
             probe.bind((ip, 0))
     except OSError as error:
         return failed(
-            "dns",
             f"data_host {data_host} is no IPv4 address of this machine: {error.strerror or error}",
             "give --data-host the address under which others reach this machine",
         )
     if ip.startswith("127.") and not one_host:
         return warned(
-            "dns",
             f"data_host {data_host} is {ip}, which no other machine reaches",
             "give --data-host the address of this machine, or --one-host if all is on it",
         )
-    return passed("dns", f"data_host {data_host} is {ip}, of this machine")
+    return passed(f"data_host {data_host} is {ip}, of this machine")
 
 
 def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
@@ -86,15 +82,14 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
         yield _unavailable(around.cluster.settings, error) if away else _refused(error)
         return
     except (OSError, ValueError) as error:
-        yield failed("control-plane", str(error), "see the control plane's log")
+        yield failed(str(error), "see the control plane's log")
         return
     if answer.snapshot is None:
-        yield passed("control-plane", "answers, and tells this role nothing of the cluster")
+        yield passed("answers, and tells this role nothing of the cluster")
         return
     snapshot = answer.snapshot
     milliseconds = answer.round_trip_seconds * 1000
     yield passed(
-        "control-plane",
         f"{snapshot.address} answers in {milliseconds:.1f} ms: {len(snapshot.servers)} servers, "
         f"{len(snapshot.jobs)} jobs",
         round_trip_seconds=answer.round_trip_seconds,
@@ -107,17 +102,16 @@ def _unavailable(settings: RpcSettings, error: RpcError) -> CheckFinding:
     found = try_control_plane(settings)
     says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
     advice = found.advice or "mend what dns and certificates say; then see the control plane's log"
-    return failed("control-plane", says, advice, endpoint=found.speaks.name.lower())
+    return failed(says, advice, endpoint=found.speaks.name.lower())
 
 
 def _refused(error: RpcError) -> CheckFinding:
     if error.reason is Reason.UNIMPLEMENTED:
         return failed(
-            "control-plane",
             f"{error.address} speaks gRPC and is no control plane",
             "give --control-plane its address; a node's health port speaks gRPC, too",
         )
-    return failed("control-plane", str(error), "see the control plane's log")
+    return failed(str(error), "see the control plane's log")
 
 
 def check_clock(around: Surroundings) -> Iterable[CheckFinding]:
@@ -133,10 +127,10 @@ def judge_clock(ahead_seconds: float) -> CheckFinding:
     says = f"{abs(ahead_seconds):.3g} s {way} the control plane's"
     advice = "run an NTP client (chrony, systemd-timesyncd) on both machines"
     if abs(ahead_seconds) > _CLOCK_FAIL_SECONDS:
-        return failed("clock", says, f"{advice}; certificates depend on it", seconds=ahead_seconds)
+        return failed(says, f"{advice}; certificates depend on it", seconds=ahead_seconds)
     if abs(ahead_seconds) > _CLOCK_WARN_SECONDS:
-        return warned("clock", says, advice, seconds=ahead_seconds)
-    return passed("clock", says, seconds=ahead_seconds)
+        return warned(says, advice, seconds=ahead_seconds)
+    return passed(says, seconds=ahead_seconds)
 
 
 def check_versions(around: Surroundings) -> Iterable[CheckFinding]:
@@ -144,7 +138,7 @@ def check_versions(around: Surroundings) -> Iterable[CheckFinding]:
     own = f"distca {__version__}, Python {platform.python_version()}, torch {_version('torch')}"
     answer = _answer(around)
     if answer is None or answer.snapshot is None:
-        yield passed("versions", own, distca=__version__)
+        yield passed(own, distca=__version__)
         return
     yield compare_versions(own, answer.snapshot)
 
@@ -159,12 +153,11 @@ def compare_versions(own: str, snapshot: Snapshot) -> CheckFinding:
     }
     if others:
         return warned(
-            "versions",
             f"{own}; others run another distca: {', '.join(sorted(others))}",
             "run the same version everywhere; a job needs it on all of its ranks and servers",
             distca=__version__,
         )
-    return passed("versions", f"{own}; the same distca everywhere", distca=__version__)
+    return passed(f"{own}; the same distca everywhere", distca=__version__)
 
 
 def _answer(around: Surroundings) -> ClusterAnswer | None:

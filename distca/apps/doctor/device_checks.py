@@ -39,11 +39,10 @@ def check_gpu(around: Surroundings) -> Iterable[CheckFinding]:
     """Is the device there, and free?"""
     settings = around.settings
     if not settings.on_gpu:
-        yield passed("gpu", f"none asked for; {torch.get_num_threads()} threads on the CPU")
+        yield passed(f"none asked for; {torch.get_num_threads()} threads on the CPU")
         return
     if torch.version.cuda is None:
         yield failed(
-            "gpu",
             f"device is {settings.device} and this PyTorch ({torch.__version__}) has no CUDA",
             "install a CUDA build of PyTorch, or use the image built with VARIANT=cuda",
         )
@@ -54,7 +53,6 @@ def check_gpu(around: Surroundings) -> Iterable[CheckFinding]:
     count, index = torch.cuda.device_count(), int(settings.device.partition(":")[2])
     if index >= count:
         yield failed(
-            "gpu",
             f"device is {settings.device} and the number of GPUs is {count}",
             "choose cuda:0" + (f" to cuda:{count - 1}" if count > 1 else ""),
         )
@@ -65,9 +63,8 @@ def check_gpu(around: Surroundings) -> Iterable[CheckFinding]:
 def _no_gpu(*, driver_there: bool) -> CheckFinding:
     if driver_there:
         says = "PyTorch finds no GPU, though there is /dev/nvidiactl"
-        return failed("gpu", says, "check the driver with nvidia-smi")
+        return failed(says, "check the driver with nvidia-smi")
     return failed(
-        "gpu",
         "PyTorch finds no GPU, and there is no /dev/nvidiactl",
         "install the driver; in Docker give --gpus, in a pod request nvidia.com/gpu",
     )
@@ -82,13 +79,12 @@ def _describe_gpu(index: int) -> CheckFinding:
     )
     if free_bytes < _FREE_SHARE * total_bytes:
         return warned(
-            "gpu",
             f"{says}; only {free_bytes / 2**30:.0f} GiB are free",
             "another process uses this GPU: end it, or choose another",
             free_bytes=free_bytes,
             total_bytes=total_bytes,
         )
-    return passed("gpu", says, free_bytes=free_bytes, total_bytes=total_bytes)
+    return passed(says, free_bytes=free_bytes, total_bytes=total_bytes)
 
 
 def check_driver(around: Surroundings) -> Iterable[CheckFinding]:
@@ -102,27 +98,24 @@ def compare_driver(driver: tuple[int, int] | None, built_with: str | None) -> Ch
     """Compares the driver's CUDA version, None if there is no driver, with PyTorch's."""
     if driver is None:
         return failed(
-            "driver",
             "there is no libcuda.so.1",
             "install the NVIDIA driver; in a container, use the NVIDIA container runtime",
         )
     shown = f"the driver runs CUDA up to {driver[0]}.{driver[1]}"
     if built_with is None:
-        return failed("driver", f"{shown}; this PyTorch has no CUDA", "install a CUDA build of it")
+        return failed(f"{shown}; this PyTorch has no CUDA", "install a CUDA build of it")
     major, minor = (int(part) for part in built_with.split(".")[:2])
     if driver[0] < major:
         return failed(
-            "driver",
             f"{shown}, PyTorch was built with {built_with}",
             f"install a driver for CUDA {major}, or a PyTorch built with CUDA {driver[0]}",
         )
     if driver < (major, minor):
         return warned(
-            "driver",
             f"{shown}, PyTorch was built with {built_with}",
             "kernels that are compiled on first use may fail: install a newer driver",
         )
-    return passed("driver", f"{shown}, PyTorch was built with {built_with}")
+    return passed(f"{shown}, PyTorch was built with {built_with}")
 
 
 def _driver_cuda_version() -> tuple[int, int] | None:
@@ -142,24 +135,22 @@ def check_kernels(around: Surroundings) -> Iterable[CheckFinding]:
     settings = around.settings
     device = torch.device(settings.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        yield failed("kernels", f"no {device} to run on", "mend what check gpu says first")
+        yield failed(f"no {device} to run on", "mend what check gpu says first")
         return
     try:
         kernel = select_kernel(device)
         for shape in settings.shapes:
             kernel.check(shape, shape.rule)
     except ValueError as error:
-        yield failed(
-            "kernels", str(error), "choose another shape or device, or install what is missing"
-        )
+        yield failed(str(error), "choose another shape or device, or install what is missing")
         return
     except LauncherError as error:
-        yield failed("kernels", error.cause, error.advice)
+        yield failed(error.cause, error.advice)
         return
     for shape in settings.shapes or (_USUAL_SHAPE,):
         trouble = rehearsal_trouble(kernel, shape, device)
         if trouble is not None:
-            yield failed("kernels", trouble.cause, trouble.advice, kernel=kernel.name)
+            yield failed(trouble.cause, trouble.advice, kernel=kernel.name)
             return
     shapes = ", ".join(format_shape(shape) for shape in settings.shapes)
     yield judge_kernel(kernel.name, _capability(device), shapes)
@@ -214,12 +205,11 @@ def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> 
     says = f"{name} runs {shapes}" if shapes else f"{name}; no shape was asked for"
     if capability is not None and capability >= _FIRST_WITH_FA4 and name != "fa4":
         return warned(
-            "kernels",
             f"{says}; FlashAttention-4 would be about twice as fast here",
             "install extra fa4 (distca[fa4])",
             kernel=name,
         )
-    return passed("kernels", says, kernel=name)
+    return passed(says, kernel=name)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -68,11 +68,12 @@ def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Itera
 
 def _guarded(name: str, check: Check, around: Surroundings) -> Iterator[CheckFinding]:
     try:
-        yield from check(around)
+        for finding in check(around):
+            yield replace(finding, check=name)
     except Exception as error:
         logger.debug("check %s broke", name, exc_info=True)
-        yield failed(
-            name,
+        broke = failed(
             f"the check itself broke: {type(error).__name__}: {error}",
             "report it with the output of distca --log-level debug doctor; --skip leaves it out",
         )
+        yield replace(broke, check=name)

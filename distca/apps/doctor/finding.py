@@ -23,44 +23,40 @@ class CheckFinding:
     """One line of the report.
 
     Attributes:
-        check: name of the check.
         status: how serious it is.
         says: what was found.
         advice: what to do; empty if it passed.
+        check: name of the check, once it is over.
         figures: what was measured, for scripts; names carry units.
     """
 
-    check: str
     status: Severity
     says: str
     advice: str = ""
+    check: str = ""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.status is Severity.PASS) == bool(self.advice):
             raise ValueError(
-                f"check {self.check}: advice is {self.advice!r} and status {self.status}; what did "
-                "not pass says what to do, and nothing else does"
+                f"advice is {self.advice!r} and status {self.status}; what did not pass says what "
+                "to do, and nothing else does"
             )
 
 
-def passed(check: str, says: str, **figures: float | int | str) -> CheckFinding:
+def passed(says: str, **figures: float | int | str) -> CheckFinding:
     """All is well."""
-    return CheckFinding(check=check, status=Severity.PASS, says=says, figures=figures)
+    return CheckFinding(status=Severity.PASS, says=says, figures=figures)
 
 
-def warned(check: str, says: str, advice: str, **figures: float | int | str) -> CheckFinding:
+def warned(says: str, advice: str, **figures: float | int | str) -> CheckFinding:
     """It works, but not as well as it could."""
-    return CheckFinding(
-        check=check, status=Severity.WARN, says=says, advice=advice, figures=figures
-    )
+    return CheckFinding(status=Severity.WARN, says=says, advice=advice, figures=figures)
 
 
-def failed(check: str, says: str, advice: str, **figures: float | int | str) -> CheckFinding:
+def failed(says: str, advice: str, **figures: float | int | str) -> CheckFinding:
     """It will not work."""
-    return CheckFinding(
-        check=check, status=Severity.FAIL, says=says, advice=advice, figures=figures
-    )
+    return CheckFinding(status=Severity.FAIL, says=says, advice=advice, figures=figures)
 
 
 def worst(findings: Iterable[CheckFinding]) -> Severity:

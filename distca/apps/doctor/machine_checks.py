@@ -25,14 +25,13 @@ def check_memlock(around: Surroundings) -> Iterable[CheckFinding]:
     shown = "unlimited" if limit is None else size_text(limit)
     if around.settings.rdma and limit is not None and limit < MIN_LOCKED_BYTES:
         yield failed(
-            "memlock",
             f"only {shown} may be locked; RDMA locks all of its buffers",
             MEMLOCK,
             limit_bytes=limit,
         )
         return
     needed = "" if around.settings.rdma or limit is None else "; only RDMA needs more"
-    yield passed("memlock", shown + needed, limit_bytes=-1 if limit is None else limit)
+    yield passed(shown + needed, limit_bytes=-1 if limit is None else limit)
 
 
 def check_shared_memory(around: Surroundings) -> Iterable[CheckFinding]:
@@ -41,10 +40,10 @@ def check_shared_memory(around: Surroundings) -> Iterable[CheckFinding]:
     try:
         stat = os.statvfs(folder)
     except OSError as error:
-        yield failed("shared-memory", f"/dev/shm: {error.strerror}", "mount a tmpfs on /dev/shm")
+        yield failed(f"/dev/shm: {error.strerror}", "mount a tmpfs on /dev/shm")
         return
     if not os.access(folder, os.W_OK):
-        yield failed("shared-memory", "/dev/shm cannot be written", "mount it writable")
+        yield failed("/dev/shm cannot be written", "mount it writable")
         return
     size_bytes, free_bytes = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     yield judge_shared_memory(size_bytes, free_bytes, one_host=around.settings.one_host)
@@ -54,10 +53,9 @@ def judge_shared_memory(size_bytes: int, free_bytes: int, *, one_host: bool) -> 
     """Judges whether ``free_bytes`` of ``size_bytes`` are enough."""
     says = f"/dev/shm has {size_text(size_bytes)}, {size_text(free_bytes)} of them free"
     if free_bytes >= _MIN_SHM_BYTES:
-        return passed("shared-memory", says, size_bytes=size_bytes, free_bytes=free_bytes)
+        return passed(says, size_bytes=size_bytes, free_bytes=free_bytes)
     found = failed if one_host else warned
     return found(
-        "shared-memory",
         f"{says}; servers and trainers of one machine want {size_text(_MIN_SHM_BYTES)}",
         "in Docker --shm-size=1g; in a pod a memory-backed emptyDir (chart: sharedMemorySize)",
         size_bytes=size_bytes,
@@ -73,18 +71,17 @@ def check_namespaces(around: Surroundings) -> Iterable[CheckFinding]:
         if os.readlink(link) != initial:
             own.append(name.upper())
     if not own:
-        yield passed("namespaces", "PID and IPC namespaces are the machine's")
+        yield passed("PID and IPC namespaces are the machine's")
         return
     says = f"{' and '.join(own)} namespace of a container"
     if around.settings.one_host:
         yield warned(
-            "namespaces",
             f"{says}: shared memory and cuda_ipc reach processes of this container or pod alone",
             "run trainers and servers in one pod, or share the machine's: hostIPC and hostPID in a "
             "pod, --ipc=host --pid=host in Docker",
         )
         return
-    yield passed("namespaces", f"{says}; other machines are reached over the network")
+    yield passed(f"{says}; other machines are reached over the network")
 
 
 def check_rdma(around: Surroundings) -> Iterable[CheckFinding]:
@@ -92,7 +89,7 @@ def check_rdma(around: Surroundings) -> Iterable[CheckFinding]:
     try:
         choice = around.transport
     except ImportError as error:
-        yield failed("rdma", str(error), "install it first")
+        yield failed(str(error), "install it first")
         return
     yield judge_rdma(around.facts, choice, around.settings)
 
@@ -106,15 +103,14 @@ def judge_rdma(
     says = "; ".join(obstacle.says for obstacle in found)
     advice = "; ".join(obstacle.advice for obstacle in found)
     if choice.rdma or (settings.rdma and not found):
-        return passed("rdma", f"{shown}, by {choice.name}")
+        return passed(f"{shown}, by {choice.name}")
     if settings.rdma:
-        return failed("rdma", f"{shown}, but {says}" if shown else says, advice)
+        return failed(f"{shown}, but {says}" if shown else says, advice)
     if not facts.ports:
-        return passed("rdma", "there is no device; the data goes over TCP")
+        return passed("there is no device; the data goes over TCP")
     if settings.one_host:
-        return passed("rdma", f"{shown or 'no active port'}; all is on this machine")
+        return passed(f"{shown or 'no active port'}; all is on this machine")
     return warned(
-        "rdma",
         f"{shown or 'a device'} lies idle, and TCP carries the data: {says}",
         f"{advice}; or leave out this check if TCP is meant",
     )
@@ -125,14 +121,13 @@ def check_gpudirect(around: Surroundings) -> Iterable[CheckFinding]:
     if not (around.settings.rdma and around.settings.on_gpu):
         return
     if (around.root / "sys/module/nvidia_peermem").exists():
-        yield passed("gpudirect", "nvidia_peermem is loaded")
+        yield passed("nvidia_peermem is loaded")
         return
     version = around.root / "proc/driver/nvidia/version"
     if version.exists() and "Open Kernel Module" in version.read_text():
-        yield passed("gpudirect", "dma-buf, by the open kernel module of the driver")
+        yield passed("dma-buf, by the open kernel module of the driver")
         return
     yield warned(
-        "gpudirect",
         "neither nvidia_peermem nor the driver's open kernel module: data goes through the host",
         "modprobe nvidia_peermem on the machine",
     )

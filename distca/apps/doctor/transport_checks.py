@@ -38,7 +38,7 @@ def check_transport(around: Surroundings) -> Iterable[CheckFinding]:
     try:
         choice = around.transport
     except ImportError as error:
-        yield failed("transport", str(error), "install it, on every machine of the job")
+        yield failed(str(error), "install it, on every machine of the job")
         return
     yield judge_transport(choice, around.pool_transports)
 
@@ -49,17 +49,15 @@ def judge_transport(choice: TransportChoice, pool: frozenset[TransportName]) -> 
     if pool and choice.name not in pool:
         theirs = " and ".join(sorted(pool))
         return failed(
-            "transport",
             f"{says}, but the servers of the pool use {theirs}",
             f"give all processes of a job the same: --transport={theirs}, or auto",
         )
     if len(pool) > 1:
         return warned(
-            "transport",
             f"{says}; the servers of the pool use {' and '.join(sorted(pool))}",
             f"give all attention nodes the same: others are no use to a job on {choice.name}",
         )
-    return passed("transport", says)
+    return passed(says)
 
 
 def check_ucx(around: Surroundings) -> Iterable[CheckFinding]:
@@ -67,19 +65,18 @@ def check_ucx(around: Surroundings) -> Iterable[CheckFinding]:
     try:
         name = around.transport.name
     except ImportError:
-        yield failed("ucx", "there is no transport to try", "mend what check transport says first")
+        yield failed("there is no transport to try", "mend what check transport says first")
         return
     try:
         version = _nixl_version() if name is TransportName.NIXL else _ucx_version()
     except (ImportError, OSError):
         yield failed(
-            "ucx",
             f"{name} cannot be imported",
             f"install extra {name}-cu12 or {name}-cu13 (distca[{name}-cu13]); both work without a "
             "GPU",
         )
         return
-    yield passed("ucx", version)
+    yield passed(version)
     for one_host in (False, True):
         yield _self_test(around, one_host=one_host)
 
@@ -102,7 +99,7 @@ def _self_test(around: Surroundings, *, one_host: bool) -> CheckFinding:
         ):
             result = measure(transport, settings.device, address, settings.probe_seconds)
     except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
-        return failed("ucx", f"over {what} of this machine: {error}", _SLOW)
+        return failed(f"over {what} of this machine: {error}", _SLOW)
     return judge_self_test(result, one_host=one_host, floor=settings.min_gigabytes_per_second)
 
 
@@ -135,14 +132,13 @@ def judge_self_test(result: ProbeResult, *, one_host: bool, floor: float) -> Che
     told = result.transport == TransportName.UCXX
     if one_host and told and not fast & set(result.lanes.split(",")):
         return warned(
-            "ucx",
             f"{says}; shared memory is not used",
             "leave UCX_TLS unset, or add posix to it; see what check namespaces says",
             **figures,
         )
     if result.gigabytes_per_second < floor:
-        return failed("ucx", f"{says}, asked for are {floor:g}", _SLOW, **figures)
-    return passed("ucx", says, **figures)
+        return failed(f"{says}, asked for are {floor:g}", _SLOW, **figures)
+    return passed(says, **figures)
 
 
 def _ucx_version() -> str:

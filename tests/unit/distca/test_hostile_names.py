@@ -55,7 +55,7 @@ def progress(console: Console) -> None:
 
 
 def finding() -> CheckFinding:
-    return failed("servers", HOSTILE, HOSTILE)
+    return failed(HOSTILE, HOSTILE)
 
 
 TERMINAL: dict[str, Callable[[Console], None]] = {
