@@ -7,7 +7,7 @@ decodes raises :class:`WireError` and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,21 +53,10 @@ DOCUMENT_COLUMNS: Columns = {
     "document_length": _INT32,
     "document_nano_batch": _INT32,
 }
-SEGMENT_COLUMNS: Columns = {
-    "segment_document": _INT32,
-    "segment_offset": _INT32,
-    "segment_length": _INT32,
-    "segment_rank": _INT32,
-    "segment_row": _INT32,
-}
-CARRIED_COLUMNS: Columns = {
-    "carried_document": _INT32,
-    "carried_offset": _INT32,
-    "carried_length": _INT32,
-    "carried_rank": _INT32,
-    "carried_row": _INT32,
-}
-TASK_COLUMNS: Columns = {"document": _INT32, "q_begin": _INT32, "q_end": _INT32, "server": _INT32}
+_ROW = ("document", "offset", "length", "rank", "row")
+SEGMENT_COLUMNS: Columns = {f"segment_{name}": _INT32 for name in _ROW}
+CARRIED_COLUMNS: Columns = {f"carried_{name}": _INT32 for name in _ROW}
+TASK_COLUMNS: Columns = dict.fromkeys(("document", "q_begin", "q_end", "server"), _INT32)
 _SERVER_FORECAST_COLUMNS: Columns = {
     "seconds": _FLOAT64,
     "q_rows": _INT64,
@@ -76,9 +65,11 @@ _SERVER_FORECAST_COLUMNS: Columns = {
     "bytes_out": _INT64,
 }
 
+_SHAPE = ("num_heads", "num_heads_kv", "head_dim", "head_dim_v", "dtype", "softcap")
+_PIPELINING = ("pipeline_ranks", "layers", "forward_seconds", "backward_seconds")
+
 NO_RANK = -1
 """``in_place_rank`` of a pool server, on the wire."""
-
 
 MAX_SCHEDULE_BYTES = 1 << 20
 """The longest schedule as CSV: a hundred thousand actions."""
@@ -90,28 +81,13 @@ class WireError(ValueError):
 
 def shape_to_proto(shape: AttentionShape) -> profile_pb2.AttentionShape:
     """The message of ``shape``."""
-    return profile_pb2.AttentionShape(
-        num_heads=shape.num_heads,
-        num_heads_kv=shape.num_heads_kv,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim_v,
-        dtype=shape.dtype,
-        softcap=shape.softcap,
-        mask=f"MASK_KIND_{shape.mask.name}",
-    )
+    return profile_pb2.AttentionShape(**_fields(shape, _SHAPE), mask=f"MASK_KIND_{shape.mask.name}")
 
 
 def shape_from_proto(message: profile_pb2.AttentionShape) -> AttentionShape:
     """The shape in ``message``."""
     with _errors_of("AttentionShape"):
-        causal = AttentionShape(
-            num_heads=message.num_heads,
-            num_heads_kv=message.num_heads_kv,
-            head_dim=message.head_dim,
-            head_dim_v=message.head_dim_v,
-            dtype=message.dtype,
-            softcap=message.softcap,
-        )
+        causal = AttentionShape(**_fields(message, _SHAPE))
     return replace(causal, mask=_mask("AttentionShape", message.mask))
 
 
@@ -120,10 +96,7 @@ def pipelining_to_proto(pipelining: Pipelining) -> jobs_pb2.Pipelining:
     return jobs_pb2.Pipelining(
         schedule_name=pipelining.schedule.name,
         schedule_csv=write_csv(pipelining.schedule),
-        pipeline_ranks=pipelining.pipeline_ranks,
-        layers=pipelining.layers,
-        forward_seconds=pipelining.forward_seconds,
-        backward_seconds=pipelining.backward_seconds,
+        **_fields(pipelining, _PIPELINING),
     )
 
 
@@ -140,13 +113,7 @@ def pipelining_from_proto(message: jobs_pb2.Pipelining) -> Pipelining:
             "are the most"
         )
     with _errors_of("pipelining"):
-        return Pipelining(
-            schedule=read_csv(name, text),
-            pipeline_ranks=tuple(message.pipeline_ranks),
-            layers=tuple(message.layers),
-            forward_seconds=tuple(message.forward_seconds),
-            backward_seconds=tuple(message.backward_seconds),
-        )
+        return Pipelining(schedule=read_csv(name, text), **_fields(message, _PIPELINING))
 
 
 def profile_to_proto(profile: CostProfile) -> profile_pb2.CostProfile:
@@ -305,7 +272,7 @@ def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
         n_ranks=manifest.n_ranks,
         n_nano_batches=manifest.n_nano_batches,
         whole=manifest.whole,
-        **_pack_all("Manifest", specs, _columns_of(manifest, specs)),
+        **_pack_all("Manifest", specs, _fields(manifest, specs)),
     )
 
 
@@ -327,9 +294,7 @@ def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
 
 
 def _tasks_to_proto(tasks: TaskTable) -> plan_pb2.TaskTable:
-    return plan_pb2.TaskTable(
-        **_pack_all("TaskTable", TASK_COLUMNS, _columns_of(tasks, TASK_COLUMNS))
-    )
+    return plan_pb2.TaskTable(**_pack_all("TaskTable", TASK_COLUMNS, _fields(tasks, TASK_COLUMNS)))
 
 
 def _tasks_from_proto(name: str, message: plan_pb2.TaskTable, mask: MaskKind) -> TaskTable:
@@ -376,7 +341,7 @@ def _forecast_to_proto(forecast: PhaseForecast | None) -> plan_pb2.PhaseForecast
     if forecast is None:
         return None
     specs: Columns = {"home_seconds": _FLOAT64} | _SERVER_FORECAST_COLUMNS
-    return plan_pb2.PhaseForecast(**_pack_all("PhaseForecast", specs, _columns_of(forecast, specs)))
+    return plan_pb2.PhaseForecast(**_pack_all("PhaseForecast", specs, _fields(forecast, specs)))
 
 
 def _forecast_from_proto(
@@ -403,7 +368,7 @@ def _slots_to_proto(slots: SlotForecast | None) -> plan_pb2.SlotForecast | None:
     specs = dict.fromkeys(_SLOT_COLUMNS, _FLOAT64)
     return plan_pb2.SlotForecast(
         n_halves=len(slots.seconds),
-        **_pack_all("SlotForecast", specs, _columns_of(slots, specs)),
+        **_pack_all("SlotForecast", specs, _fields(slots, specs)),
     )
 
 
@@ -428,8 +393,8 @@ def _slots_from_proto(plan: plan_pb2.Plan, n_ranks: int, n_servers: int) -> Slot
 _SLOT_COLUMNS = ("home_seconds", "base_seconds", "seconds")
 
 
-def _columns_of(owner: object, specs: Columns) -> dict[str, NDArray[Any]]:
-    return {name: getattr(owner, name) for name in specs}
+def _fields(owner: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names}
 
 
 def _pack_all(message: str, specs: Columns, values: Mapping[str, Any]) -> dict[str, bytes]:
