@@ -86,12 +86,15 @@ class NodeMetrics:
     Args:
         registry: of the process.
         server_id: the server, the value of every series' label ``server``.
+
+    Attributes:
+        series: for what one count says.
     """
 
     def __init__(self, registry: CollectorRegistry, server_id: str) -> None:
         self._registry = registry
         self._server = (server_id,)
-        self._series = series = NodeTable(registry, server=server_id)
+        self.series = series = NodeTable(registry, server=server_id)
         phases = {phase: series.at(phase=phase) for phase in Phase}
         # Looked up once, so that a kernel call and a tick cost no lookup by labels.
         self._kernel = {
@@ -125,22 +128,6 @@ class NodeMetrics:
         kernel.observe(times.kernel_seconds)
         if times.transport_seconds is not None:
             transport.observe(times.transport_seconds)
-
-    def step_finished(self) -> None:
-        """Counts one finished step."""
-        self._series.steps_total.inc()
-
-    def stale_message(self, reason: str) -> None:
-        """Counts a message that was refused, for one of :data:`STALE_REASONS`."""
-        self._series.at(reason=reason).stale_messages_total.inc()
-
-    def memory_waited_for(self, seconds: float) -> None:
-        """Counts the time that a rank's lane waited for memory."""
-        self._series.memory_wait_seconds_total.inc(seconds)
-
-    def session_refused(self, reason: HelloRefusal) -> None:
-        """Counts a rank whose hello was refused."""
-        self._series.at(reason=reason).sessions_refused_total.inc()
 
     def watch(self, executor: Executor, open_ticks: Callable[[], int]) -> None:
         """Exports the server's queues and its busy and idle time, read at each scrape."""

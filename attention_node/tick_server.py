@@ -264,7 +264,7 @@ class TickServer:
         try:
             return self._admit(claim, connection)
         except HelloRefused as refused:
-            self._metrics.session_refused(refused.reason)
+            self._metrics.series.at(reason=refused.reason).sessions_refused_total.inc()
             raise
 
     def _admit(self, claim: Claim, connection: Connection) -> bytes:
@@ -399,7 +399,7 @@ class TickServer:
                 case instructions.ReserveMemory(step):
                     self._reserve_memory(step)
                 case instructions.ReportStep(step):
-                    self._metrics.step_finished()
+                    self._metrics.series.steps_total.inc()
                     self._host.step_finished(step.busy())
                 case instructions.CloseConnection(peer, why):
                     peer.connection.close(why)
@@ -409,7 +409,7 @@ class TickServer:
                 case instructions.RetrySoon():
                     self._decide_soon(self._machine.retry)
                 case instructions.ReportWait(seconds):
-                    self._metrics.memory_waited_for(seconds)
+                    self._metrics.series.memory_wait_seconds_total.inc(seconds)
                 case instructions.LogLine(text, level):
                     logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
@@ -452,7 +452,7 @@ class TickServer:
         if transfer.state is not TransferState.DONE:
             posting.release()
             if isinstance(transfer.error, MessageSizeMismatch):
-                self._metrics.stale_message("size")
+                self._metrics.series.at(reason="size").stale_messages_total.inc()
             return
         try:
             with self._lock:
@@ -462,7 +462,7 @@ class TickServer:
         except (TickGivenUp, *NO_MEMORY) as error:
             posting.release()
             if isinstance(error, TickGivenUp):
-                self._metrics.stale_message("epoch")
+                self._metrics.series.at(reason="epoch").stale_messages_total.inc()
             peer.fail(tick, self.server_id, error)
             return
         self._executor.arrive(open_tick, peer.rank, source)
@@ -489,7 +489,7 @@ class TickServer:
 
         def fail(error: BaseException) -> None:
             if isinstance(error, ChecksumMismatch):
-                self._metrics.stale_message("checksum")
+                self._metrics.series.at(reason="checksum").stale_messages_total.inc()
             peer.fail(tick, self.server_id, error)
 
         return Source(

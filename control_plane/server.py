@@ -144,7 +144,7 @@ class ControlPlane:
         self._planners = ColdPlanners(
             planners,
             on_change=self.metrics.planner_changed,
-            on_failure=self.metrics.compilation_failed,
+            on_failure=self.metrics.series.compilations_failed_total.inc,
         )
         self._clock = asyncio.get_running_loop().time
         keys = job_keys(settings.access.token_secret_file, settings.state_dir)

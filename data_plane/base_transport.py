@@ -167,7 +167,7 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
 
     def _on_refused(self, cause: HandshakeFailure) -> None:
         if self._metrics is not None:
-            self._metrics.handshake_refused(self.name, cause)
+            self._metrics.series.handshakes_refused_total.labels(self.name, cause).inc()
 
     def _on_silent_ended(self, cause: HandshakeFailure) -> None:
         """Counts a connection that was ended since it said nothing. Any thread."""

@@ -203,6 +203,9 @@ class DataPlaneMetrics:
         registry: where the metrics appear.
         pairs: where those of every peer do; None shows them nowhere.
         floor_bytes_per_second: below this rate a peer counts as badly reached; 0 is no floor.
+
+    Attributes:
+        series: for what one count says.
     """
 
     def __init__(
@@ -220,8 +223,8 @@ class DataPlaneMetrics:
         self._pools: dict[str, BufferPool] = {}
         self._slowest = _Slowest()
         self._slowest_probed = _Slowest()
-        self._series = DataPlaneTable(registry)
-        self._series.floor_bytes_per_second.set(floor_bytes_per_second)
+        self.series = DataPlaneTable(registry)
+        self.series.floor_bytes_per_second.set(floor_bytes_per_second)
         registry.register(ReadTable(PoolTable, self._read_pools))
         registry.register(ReadTable(SlowestTable, self._read_slowest))
         if pairs is not None:
@@ -230,7 +233,7 @@ class DataPlaneMetrics:
     def transport_chosen(self, choice: TransportChoice) -> None:
         """Shows which transport was opened, and whether RDMA devices lie idle."""
         rdma = "used" if choice.rdma else "idle" if choice.obstacles else "none"
-        self._series.transport_info.labels(choice.name, rdma).set(1)
+        self.series.transport_info.labels(choice.name, rdma).set(1)
 
     def connection_opened(self, peer: str, transport: str) -> None:
         """A connection to ``peer`` begins."""
@@ -239,7 +242,7 @@ class DataPlaneMetrics:
             if known is None:
                 known = self._open[peer, transport] = _OpenPeer(peer, transport)
             known.connections += 1
-            self._series.connections.labels(transport).inc()
+            self.series.connections.labels(transport).inc()
 
     def name_peer(self, peer: str, transport: str, name: str) -> None:
         """Shows ``peer``, which is connected, under ``name`` instead of its address: a server id,
@@ -252,24 +255,12 @@ class DataPlaneMetrics:
     def connection_closed(self, peer: str, transport: str) -> None:
         """A connection to ``peer`` has ended; with its last the peer is forgotten."""
         with self._lock:
-            self._series.connections.labels(transport).dec()
+            self.series.connections.labels(transport).dec()
             known = self._open[peer, transport]
             known.connections -= 1
             if known.connections == 0:
                 del self._open[peer, transport]
                 self._hand_over(known)
-
-    def network_restarted(self, transport: str) -> None:
-        """Counts a restart of the network library."""
-        self._series.restarts_total.labels(transport).inc()
-
-    def message_dropped(self, transport: str, cause: DropCause) -> None:
-        """Counts a message that was not used."""
-        self._series.messages_dropped_total.labels(transport, cause).inc()
-
-    def handshake_refused(self, transport: str, cause: HandshakeFailure) -> None:
-        """Counts a client that was not taken in."""
-        self._series.handshakes_refused_total.labels(transport, cause).inc()
 
     def transfer_ended(
         self,
@@ -283,7 +274,7 @@ class DataPlaneMetrics:
     ) -> None:
         """Counts a transfer that is done (``error`` None) or failed."""
         if error is not None:
-            self._series.failures_total.labels(type(error).__name__, transport).inc()
+            self.series.failures_total.labels(type(error).__name__, transport).inc()
             return
         with self._lock:
             series = self._traffic_of(transport, kind)
@@ -323,7 +314,7 @@ class DataPlaneMetrics:
         """The series of one transport, kept so that a message costs no lookup by labels."""
         series = self._traffic.get((transport, kind))
         if series is None:
-            series = self._series.at(transport=transport, kind=kind)
+            series = self.series.at(transport=transport, kind=kind)
             self._traffic[transport, kind] = series
             # Both directions are shown as soon as there is one.
             series.sent_bytes_total.inc(0)

@@ -133,7 +133,7 @@ class Admission:
             )
             self._members_changed()
         logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
-        self._metrics.registered("rank")
+        self._metrics.series.registrations_total.labels("rank").inc()
         self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
 
@@ -204,7 +204,7 @@ class Admission:
             )
         job.recovery.raise_epoch(epoch)
         logger.info("job %s: rank %d came back from %s", job_id, rank, host)
-        self._metrics.registered("rank")
+        self._metrics.series.registrations_total.labels("rank").inc()
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
         self._recoveries.rank_came_back(job)

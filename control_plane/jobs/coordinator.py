@@ -178,7 +178,7 @@ class Coordinator:
             description.host,
         )
         self._warn_of_other_transports(description)
-        self._metrics.registered("server")
+        self._metrics.series.registrations_total.labels("server").inc()
         self._members_changed()
         return lease_id
 
@@ -463,7 +463,7 @@ class Coordinator:
         for member in self._membership.expire(now=now):
             logger.warning("server %s lost its lease", member.server_id)
             self._metrics.lease_expired("server")
-            self._metrics.failure_detected("lease_expired")
+            self._metrics.series.failures_detected_total.labels("lease_expired").inc()
             why = RefusedError(
                 Reason.FENCED,
                 f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s",
@@ -642,8 +642,8 @@ class Coordinator:
         )
         logger.warning("%s", error)
         self._membership.fence(member, str(error))
-        self._metrics.failure_detected("no_progress")
-        self._metrics.server_fenced()
+        self._metrics.series.failures_detected_total.labels("no_progress").inc()
+        self._metrics.series.servers_fenced_total.inc()
         self._server_gone(member, "finished no work", error)
         return error
 

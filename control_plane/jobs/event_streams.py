@@ -61,7 +61,7 @@ class EventStreams:
         """Queues ``event`` for a rank."""
         if not self._ranks.publish((job.job_id, rank), event):
             logger.warning("job %s: rank %d was dropped, it reads no events", job.job_id, rank)
-            self._metrics.subscriber_dropped("rank")
+            self._metrics.series.subscribers_dropped_total.labels("rank").inc()
             self._count()
 
     def send_to_ranks(self, job: Job, event: jobs_pb2.PlanEvent) -> None:
@@ -73,7 +73,7 @@ class EventStreams:
         """Queues ``event`` for a pool server."""
         if not self._servers.publish(member.lease_id, event):
             logger.warning("server %s was dropped, it reads no events", member.server_id)
-            self._metrics.subscriber_dropped("server")
+            self._metrics.series.subscribers_dropped_total.labels("server").inc()
             self._count()
 
     def send_to_pool(self, event: jobs_pb2.PlanEvent) -> None:

@@ -68,33 +68,30 @@ class Metrics:
 
     Attributes:
         jobs, servers: those of one job or server.
+        series: the others, for what one count says.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self.jobs = JobMetrics(self.registry)
         self.servers = ServerMetrics(self.registry)
-        self._series = ControlPlaneTable(self.registry)
+        self.series = ControlPlaneTable(self.registry)
 
     def job_opened(self, spec: JobSpec) -> None:
         """A job was created."""
-        self._series.jobs.inc()
+        self.series.jobs.inc()
         self.jobs.opened(spec)
 
     def job_closed(self, job: Job) -> None:
         """A job was closed; its series go."""
-        self._series.jobs.dec()
-        self._series.jobs_closed_total.labels("failed" if job.closed else "finished").inc()
+        self.series.jobs.dec()
+        self.series.jobs_closed_total.labels("failed" if job.closed else "finished").inc()
         self.jobs.closed(job.spec.name)
 
     def server_reported(self, job: Job, record: StepRecord, server_id: str) -> None:
         """A live server reported a step for the first time."""
         self.servers.reported(record, server_id, job.spec.n_layers)
         self.jobs.server_reported(job, record)
-
-    def registered(self, kind: str) -> None:
-        """A ``"rank"`` or a pool ``"server"`` joined."""
-        self._series.registrations_total.labels(kind).inc()
 
     def members_changed(self, members: Sequence[Member]) -> None:
         """A server came, went or began to drain."""
@@ -103,8 +100,8 @@ class Metrics:
             kind = "pool" if member.in_place is None else "in_place"
             counts[kind, "draining" if member.draining else "serving"] += 1
         for (kind, state), count in counts.items():
-            self._series.servers.labels(kind, state).set(count)
-        self._series.leases.labels("server").set(
+            self.series.servers.labels(kind, state).set(count)
+        self.series.leases.labels("server").set(
             counts["pool", "serving"] + counts["pool", "draining"]
         )
         self.servers.changed(members)
@@ -112,42 +109,26 @@ class Metrics:
     def ranks_changed(self, jobs: Iterable[Job]) -> None:
         """A rank came or went; ``jobs`` are those that are open."""
         jobs = list(jobs)
-        self._series.leases.labels("rank").set(sum(len(job.leases.joined) for job in jobs))
+        self.series.leases.labels("rank").set(sum(len(job.leases.joined) for job in jobs))
         self.jobs.ranks_changed(jobs)
 
     def subscribers_changed(self, *, ranks: int, servers: int) -> None:
         """A stream began or ended."""
-        self._series.subscribers.labels("rank").set(ranks)
-        self._series.subscribers.labels("server").set(servers)
-
-    def subscriber_dropped(self, kind: str) -> None:
-        """A stream was ended because its reader fell behind."""
-        self._series.subscribers_dropped_total.labels(kind).inc()
+        self.series.subscribers.labels("rank").set(ranks)
+        self.series.subscribers.labels("server").set(servers)
 
     def lease_expired(self, kind: str) -> None:
         """The lease of a ``"rank"`` or a ``"server"`` ran out."""
-        self._series.lease_expirations_total.labels(kind).inc()
+        self.series.lease_expirations_total.labels(kind).inc()
         if kind == "server":
-            self.server_fenced()
-
-    def failure_detected(self, cause: str) -> None:
-        """A server was found to have failed, by one of :data:`FAILURE_CAUSES`."""
-        self._series.failures_detected_total.labels(cause).inc()
+            self.series.servers_fenced_total.inc()
 
     def server_lost(self, job: Job, server_id: str, cause: str) -> None:
         """Note a rank's report that ``job`` has lost a server: a failure, unless another reported
         it in the same epoch. The recovery for it begins the next, in which it may be lost again."""
         if self.jobs.note_loss(job, server_id):
-            self.failure_detected(cause)
+            self.series.failures_detected_total.labels(cause).inc()
 
     def planner_changed(self, name: str, state: PlannerState) -> None:
         """A planner runs in another way than before."""
-        self._series.planner_compiled.labels(name).set(state is PlannerState.COMPILED)
-
-    def compilation_failed(self) -> None:
-        """A process that was to compile a planner has failed."""
-        self._series.compilations_failed_total.inc()
-
-    def server_fenced(self) -> None:
-        """A server was shut out until it registers again."""
-        self._series.servers_fenced_total.inc()
+        self.series.planner_compiled.labels(name).set(state is PlannerState.COMPILED)

@@ -321,7 +321,8 @@ class NixlConnection(BaseConnection):
             self._on_bad_greeting(bad)
         else:
             if isinstance(bad, UnprovenFrame) and self._metrics is not None:
-                self._metrics.message_dropped(self.transport_name, DropCause.UNPROVEN)
+                dropped = self._metrics.series.messages_dropped_total
+                dropped.labels(self.transport_name, DropCause.UNPROVEN).inc()
             self._fail_with(f"the peer speaks another protocol: {bad}")
 
     def _on_link_ended(self, error: Exception | None) -> None:

@@ -170,7 +170,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             len(self._connections),
         )
         if self._metrics is not None:
-            self._metrics.network_restarted(TRANSPORT_NAME)
+            self._metrics.series.restarts_total.labels(TRANSPORT_NAME).inc()
         listener = self._listener
         self._stop_listening()
         for connection in list(self._connections.values()):
@@ -219,4 +219,4 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     def _on_dropped(self, cause: DropCause) -> None:
         logger.debug("a message was dropped: %s", cause)
         if self._metrics is not None:
-            self._metrics.message_dropped(TRANSPORT_NAME, cause)
+            self._metrics.series.messages_dropped_total.labels(TRANSPORT_NAME, cause).inc()
