@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -45,18 +45,10 @@ _SHIPPED_PROFILE = "h200-llama3-8b.json"
 
 
 def build_model(settings: ModelSizes) -> ModelSpec:
-    """The preset with the numbers that the user changed."""
-    changes = {
-        "n_layers": settings.layers,
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_heads": settings.heads,
-        "num_heads_kv": settings.kv_heads,
-        "head_dim": settings.head_dim,
-        "head_dim_v": settings.head_dim_v,
-    }
-    changed = {name: value for name, value in changes.items() if value is not None}
-    return replace(preset(settings.model), **changed)  # type: ignore[arg-type]
+    """The preset with the numbers that the user changed, which have its fields' names."""
+    sizes = {each.name for each in fields(ModelSpec)} & vars(settings).keys()
+    changed = {name: size for name in sizes if (size := getattr(settings, name)) is not None}
+    return replace(preset(settings.model), **changed)
 
 
 def build_cluster(settings: ClusterSettings, n_gpus: int) -> ClusterSpec:

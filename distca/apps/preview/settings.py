@@ -46,13 +46,13 @@ class ModelSizes:
     model: str = option(
         "llama-3-8b", "llama-3-8b, llama-34b, deepseek-v2-lite, deepseek-v2 or deepseek-v3."
     )
-    layers: int | None = option(None, "Decoder layers.")
+    n_layers: int | None = option(None, "Decoder layers.", "--layers")
     hidden_size: int | None = option(None, "Width of the residual stream.")
     intermediate_size: int | None = option(
         None, "Width of the feed-forward layer; with experts, of a token's."
     )
-    heads: int | None = option(None, "Query heads.")
-    kv_heads: int | None = option(None, "Key/value heads.")
+    num_heads: int | None = option(None, "Query heads.", "--heads")
+    num_heads_kv: int | None = option(None, "Key/value heads.", "--kv-heads")
     head_dim: int | None = option(None, "Width of a head.")
     head_dim_v: int | None = option(
         None, "Width of a head's values, where it is not that of its keys."

@@ -104,6 +104,16 @@ class DisaggregatedStep:
     idle_share: float = 0.0
     in_flight: float = 1.0
 
+    @classmethod
+    def of(cls, ticks: Sequence[TickTime]) -> DisaggregatedStep:
+        """The step that consists of ``ticks``, without what is idle or in flight."""
+        return cls(
+            sum(tick.seconds for tick in ticks),
+            sum(tick.exposed_seconds for tick in ticks),
+            max(tick.imbalance for tick in ticks),
+            sum(tick.moved_bytes for tick in ticks),
+        )
+
 
 @dataclass(frozen=True)
 class TickTime:
@@ -260,15 +270,13 @@ def disaggregated_step(
         )
         for slot in side_by_side(schedule, n_slots)
     ]
-    seconds = sum(time.seconds for time in times)
+    step, busy = DisaggregatedStep.of(times), sum(time.busy_seconds for time in times)
     n_endpoints = setup.cluster.n_ranks + n_pool_servers
-    return DisaggregatedStep(
-        seconds + setup.gradient_sync_seconds,
-        sum(time.exposed_seconds for time in times),
-        max(time.imbalance for time in times),
-        sum(time.moved_bytes for time in times),
-        1 - sum(time.busy_seconds for time in times) / (seconds * n_endpoints),
-        schedule.peak_in_flight,
+    return replace(
+        step,
+        seconds=step.seconds + setup.gradient_sync_seconds,
+        idle_share=1 - busy / (step.seconds * n_endpoints),
+        in_flight=schedule.peak_in_flight,
     )
 
 

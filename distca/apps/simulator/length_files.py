@@ -141,16 +141,8 @@ def _jsonl_values(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON: {error.msg}") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{where}: JSON that cannot be read: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: JSON that is nested too deeply; leave that line out") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON in UTF-8: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON object is expected, not {reprlib.repr(row)}")
     return row

@@ -136,12 +136,7 @@ def judge_batches(
 
 def _step(setup: Setup, works: dict[Phase, list[SlotWork]]) -> DisaggregatedStep:
     ticks = [tick_time(setup, of_phase, setup.layers_per_stage) for of_phase in works.values()]
-    return DisaggregatedStep(
-        sum(tick.seconds for tick in ticks),
-        sum(tick.exposed_seconds for tick in ticks),
-        max(tick.imbalance for tick in ticks),
-        sum(tick.moved_bytes for tick in ticks),
-    )
+    return DisaggregatedStep.of(ticks)
 
 
 def _pays_from(batches: Sequence[OfflineBatch]) -> float | None:

@@ -26,10 +26,6 @@ _POLL_SECONDS = 0.1
 """The interval at which a wait looks for Ctrl-C."""
 
 
-class TooFewServersError(DistcaError):
-    """Fewer servers take work than were expected."""
-
-
 def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
     """Shows the cluster until Ctrl-C, or once."""
     look = functools.partial(_look, settings.following_files())
@@ -63,7 +59,7 @@ def _wait_for_snapshot(look: Callable[[], Snapshot], watch: Watch) -> Snapshot:
             snapshot = look()
             if snapshot.n_serving >= watch.expect_servers:
                 return snapshot
-            error: Exception = TooFewServersError(
+            error: Exception = DistcaError(
                 f"{snapshot.n_serving} of {watch.expect_servers} servers take work; look at the "
                 "logs of those that are missing"
             )

@@ -201,7 +201,7 @@ def test_too_few_servers_are_an_error_with_the_number() -> None:
         missing = distca(*arguments, "--expect-servers=2", "--wait-seconds=1.5")
     assert enough.returncode == 0, enough.stderr
     assert missing.returncode == 1
-    assert "TooFewServersError: 1 of 2 servers take work" in missing.stderr
+    assert "DistcaError: 1 of 2 servers take work" in missing.stderr
 
 
 def test_no_control_plane_is_a_named_error() -> None:
