@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Final
 
 from data_plane.interfaces import interface_of_host
 
@@ -66,20 +66,13 @@ class UcxSettings:
     max_probe_bytes: int = 64 * 2**20
     slowest_bytes_per_second: float = 16 * 2**20
 
-    _POSITIVE: ClassVar[tuple[str, ...]] = (
-        "handshake_timeout_seconds",
-        "max_half_open",
-        "max_probe_bytes",
-        "slowest_bytes_per_second",
-    )
-
     def __post_init__(self) -> None:
         check_device(self.device)
         if self.busy_poll_seconds is not None and self.busy_poll_seconds < 0:
             raise ValueError(f"busy_poll_seconds is {self.busy_poll_seconds}; give 0 or more")
-        for name in self._POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give more than 0")
+        for name, value in vars(self).items():
+            if name.startswith(("max_", "slowest_", "handshake_")) and value <= 0:
+                raise ValueError(f"{name} is {value}; give more than 0")
 
     @property
     def on_gpu(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from data_plane.rdma import usable_rdma_devices
 from data_plane.ucx_options import UcxSettings
@@ -20,8 +19,6 @@ class NixlSettings(UcxSettings):
     """
 
     max_unclaimed_offers: int = 16384
-
-    _POSITIVE: ClassVar[tuple[str, ...]] = (*UcxSettings._POSITIVE, "max_unclaimed_offers")
 
     def _default_options(self) -> Mapping[str, str]:
         # Where rdma-core is installed, the module for EFA takes libefa.so.1 from it and with that a

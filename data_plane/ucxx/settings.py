@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from data_plane.rdma import usable_rdma_devices
 from data_plane.ucx_options import UcxSettings
@@ -31,13 +30,6 @@ class UcxxSettings(UcxSettings):
     max_unclaimed_bytes: int = 2**30
     max_unclaimed_seconds: float = 600.0
     rdma: bool = False
-
-    _POSITIVE: ClassVar[tuple[str, ...]] = (
-        *UcxSettings._POSITIVE,
-        "max_unclaimed_messages",
-        "max_unclaimed_bytes",
-        "max_unclaimed_seconds",
-    )
 
     def _default_options(self) -> Mapping[str, str]:
         transports = ["posix", "tcp", "self"] if self.one_host else ["tcp", "self"]
