@@ -49,51 +49,12 @@ _ids: ContextVar[tuple[int, int] | None] = ContextVar("distca_trace_ids", defaul
 """Trace and span id of the span that is being made, where they are not random."""
 
 
-class _Traces:
-    """A tracer whose spans belong to steps."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def record(
-        self,
-        name: str,
-        ids: tuple[int, int],
-        *,
-        began_at: float,
-        ended_at: float,
-        root: bool,
-        error: str,
-        attributes: dict[str, Any],
-    ) -> None:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import StatusCode
-
-        since_epoch_ns = time.time_ns() - time.monotonic_ns()
-        token = _ids.set(ids if root else None)
-        try:
-            span = self._tracer.start_span(
-                name,
-                context=Context() if root else _child_of(ids),
-                start_time=since_epoch_ns + int(began_at * 1e9),
-                attributes={
-                    f"distca.{key}": plain(value) if isinstance(value, str) else value
-                    for key, value in attributes.items()
-                },
-            )
-        finally:
-            _ids.reset(token)
-        if error:
-            span.set_status(StatusCode.ERROR, plain(error, MAX_REASON_CHARACTERS))
-        span.end(since_epoch_ns + int(ended_at * 1e9))
-
-
-_traces: _Traces | None = None
+_tracer: Tracer | None = None
 
 
 def enabled() -> bool:
     """True if spans are recorded; to be asked first where a span costs something to describe."""
-    return _traces is not None
+    return _tracer is not None
 
 
 def record(
@@ -117,16 +78,31 @@ def record(
         error: why it failed, if it did.
         attributes: numbers, strings and booleans; shown as ``distca.<name>``.
     """
-    if _traces is not None:
-        _traces.record(
+    tracer = _tracer
+    if tracer is None:
+        return
+    from opentelemetry.context import Context
+    from opentelemetry.trace import StatusCode
+
+    ids = _step_ids(job_id, step)
+    since_epoch_ns = time.time_ns() - time.monotonic_ns()
+    shown = {"job_id": job_id, "step": step, **attributes}
+    token = _ids.set(ids if root else None)
+    try:
+        span = tracer.start_span(
             name,
-            _step_ids(job_id, step),
-            began_at=began_at,
-            ended_at=ended_at,
-            root=root,
-            error=error,
-            attributes={"job_id": job_id, "step": step, **attributes},
+            context=Context() if root else _child_of(ids),
+            start_time=since_epoch_ns + int(began_at * 1e9),
+            attributes={
+                f"distca.{key}": plain(value) if isinstance(value, str) else value
+                for key, value in shown.items()
+            },
         )
+    finally:
+        _ids.reset(token)
+    if error:
+        span.set_status(StatusCode.ERROR, plain(error, MAX_REASON_CHARACTERS))
+    span.end(since_epoch_ns + int(ended_at * 1e9))
 
 
 def start(endpoint: str, role: str) -> None:
@@ -157,7 +133,7 @@ def start(endpoint: str, role: str) -> None:
 def start_with(exporter: SpanExporter, role: str) -> Callable[[], None]:
     """Gives spans to ``exporter``, as :func:`start` does; returns what ends it, after sending the
     spans that wait."""
-    global _traces
+    global _tracer
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -192,11 +168,11 @@ def start_with(exporter: SpanExporter, role: str) -> Callable[[], None]:
     # gRPC's instrumentation of clients knows no other provider.
     trace.set_tracer_provider(provider)
     trace_no_more_calls = _trace_calls()
-    _traces = _Traces(provider.get_tracer("distca", __version__))
+    _tracer = provider.get_tracer("distca", __version__)
 
     def stop() -> None:
-        global _traces
-        _traces = None
+        global _tracer
+        _tracer = None
         trace_no_more_calls()
         provider.shutdown()
 
