@@ -42,7 +42,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._clock = clock
         self._started = clock()
 
-    async def DescribeCluster(  # noqa: N802 - named by the protocol
+    async def DescribeCluster(
         self, request: cluster_pb2.DescribeClusterRequest, context: grpc.aio.ServicerContext
     ) -> cluster_pb2.DescribeClusterResponse:
         shown = partial(status_to_proto, with_address=caller_of(context).sees_addresses)

@@ -45,7 +45,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    async def RegisterServer(  # noqa: N802 - named by the protocol
+    async def RegisterServer(
         self, request: membership_pb2.RegisterServerRequest, context: Context
     ) -> membership_pb2.RegisterServerResponse:
         lease_id = self._coordinator.register_server(
@@ -55,7 +55,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             lease_id=lease_id, lease_seconds=self._coordinator.lease_seconds
         )
 
-    async def Heartbeat(  # noqa: N802
+    async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: Context
     ) -> membership_pb2.HeartbeatResponse:
         member = self._coordinator.heartbeat(request.lease_id, load_from_proto(request.load))
@@ -63,7 +63,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             lease_seconds=self._coordinator.lease_seconds, draining=member.draining
         )
 
-    async def DrainServer(  # noqa: N802
+    async def DrainServer(
         self, request: membership_pb2.DrainServerRequest, context: Context
     ) -> membership_pb2.DrainServerResponse:
         identity = caller_of(context).identity
@@ -72,19 +72,19 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         self._coordinator.drain(request.server_id)
         return membership_pb2.DrainServerResponse()
 
-    async def ReportRankLost(  # noqa: N802
+    async def ReportRankLost(
         self, request: membership_pb2.ReportRankLostRequest, context: Context
     ) -> membership_pb2.ReportRankLostResponse:
         self._coordinator.report_rank_lost(request.lease_id, request.job_id, request.rank)
         return membership_pb2.ReportRankLostResponse()
 
-    async def DeregisterServer(  # noqa: N802
+    async def DeregisterServer(
         self, request: membership_pb2.DeregisterServerRequest, context: Context
     ) -> membership_pb2.DeregisterServerResponse:
         self._coordinator.deregister(request.lease_id)
         return membership_pb2.DeregisterServerResponse()
 
-    async def ListServers(  # noqa: N802
+    async def ListServers(
         self, request: membership_pb2.ListServersRequest, context: Context
     ) -> membership_pb2.ListServersResponse:
         with_addresses = caller_of(context).sees_addresses
@@ -110,12 +110,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         self._coordinator = coordinator
         self._threads = threads
 
-    async def DescribePool(  # noqa: N802 - named by the protocol
+    async def DescribePool(
         self, request: jobs_pb2.DescribePoolRequest, context: Context
     ) -> jobs_pb2.DescribePoolResponse:
         return jobs_pb2.DescribePoolResponse(transports=self._coordinator.pool_transports())
 
-    async def OpenJob(  # noqa: N802
+    async def OpenJob(
         self, request: jobs_pb2.OpenJobRequest, context: Context
     ) -> jobs_pb2.OpenJobResponse:
         spec = spec_from_proto(request.spec)
@@ -152,7 +152,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             answer_seconds=self._coordinator.settings.answer_seconds,
         )
 
-    async def RenewRank(  # noqa: N802
+    async def RenewRank(
         self, request: jobs_pb2.RenewRankRequest, context: Context
     ) -> jobs_pb2.RenewRankResponse:
         tells_load = request.HasField("in_place_load")
@@ -165,13 +165,13 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
 
-    async def CloseJob(  # noqa: N802
+    async def CloseJob(
         self, request: jobs_pb2.CloseJobRequest, context: Context
     ) -> jobs_pb2.CloseJobResponse:
         self._coordinator.leave_job(request.job_id, request.rank_lease_id, _reason(request.error))
         return jobs_pb2.CloseJobResponse()
 
-    async def SubmitManifest(  # noqa: N802
+    async def SubmitManifest(
         self, request: jobs_pb2.SubmitManifestRequest, context: Context
     ) -> jobs_pb2.SubmitManifestResponse:
         self._coordinator.submit_manifest(
@@ -182,18 +182,14 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         )
         return jobs_pb2.SubmitManifestResponse()
 
-    async def WatchRank(  # noqa: N802
-        self, request: jobs_pb2.WatchRankRequest, context: Context
-    ) -> None:
+    async def WatchRank(self, request: jobs_pb2.WatchRankRequest, context: Context) -> None:
         watched = self._coordinator.watch_rank(request.job_id, request.rank_lease_id)
         await self._stream(watched, context)
 
-    async def WatchServer(  # noqa: N802
-        self, request: jobs_pb2.WatchServerRequest, context: Context
-    ) -> None:
+    async def WatchServer(self, request: jobs_pb2.WatchServerRequest, context: Context) -> None:
         await self._stream(self._coordinator.watch_server(request.lease_id), context)
 
-    async def ReportStep(  # noqa: N802
+    async def ReportStep(
         self, request: jobs_pb2.ReportStepRequest, context: Context
     ) -> jobs_pb2.ReportStepResponse:
         kind = request.WhichOneof("measurement")
@@ -228,7 +224,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             )
         return jobs_pb2.ReportStepResponse()
 
-    async def ReportServerLost(  # noqa: N802
+    async def ReportServerLost(
         self, request: jobs_pb2.ReportServerLostRequest, context: Context
     ) -> jobs_pb2.ReportServerLostResponse:
         self._coordinator.report_server_lost(
@@ -243,7 +239,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         )
         return jobs_pb2.ReportServerLostResponse()
 
-    async def ReportProgress(  # noqa: N802
+    async def ReportProgress(
         self, request: jobs_pb2.ReportProgressRequest, context: Context
     ) -> jobs_pb2.ReportProgressResponse:
         self._coordinator.report_progress(
@@ -254,12 +250,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         )
         return jobs_pb2.ReportProgressResponse()
 
-    async def DescribeJob(  # noqa: N802
+    async def DescribeJob(
         self, request: jobs_pb2.DescribeJobRequest, context: Context
     ) -> jobs_pb2.DescribeJobResponse:
         return description_of_job(self._coordinator.job(request.job_id))
 
-    async def GetStep(  # noqa: N802
+    async def GetStep(
         self, request: jobs_pb2.GetStepRequest, context: Context
     ) -> jobs_pb2.GetStepResponse:
         record = self._coordinator.job(request.job_id).step(request.step)
@@ -271,7 +267,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 server.ClearField("data_address")
         return step_to_proto(record, plan)
 
-    async def LocateRanks(  # noqa: N802
+    async def LocateRanks(
         self, request: jobs_pb2.LocateRanksRequest, context: Context
     ) -> jobs_pb2.LocateRanksResponse:
         members = self._coordinator.locate_ranks(

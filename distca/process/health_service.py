@@ -48,13 +48,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._is_over = True
         self._change(False)
 
-    async def Check(  # noqa: N802 - named by the protocol
+    async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
         await self._check_known(request, context)
         return _answer(self._serves)
 
-    async def Watch(  # noqa: N802
+    async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
         await self._check_known(request, context)
@@ -92,7 +92,7 @@ class HealthCheck(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.serves = False
 
-    def Check(  # noqa: N802
+    def Check(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
         if request.service != OVERALL:
