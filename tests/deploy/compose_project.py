@@ -93,14 +93,6 @@ class ComposeProject:
             timeout_seconds=60,
         )
 
-    def wait_until_healthy(self, container: str) -> None:
-        """Waits until the container's health check has passed."""
-
-        def healthy() -> bool:
-            return bool(self.docker.inspect(container)["State"]["Health"]["Status"] == "healthy")
-
-        wait_until(healthy, START_SECONDS, "health", lambda: self.logs(container))
-
     def steps_done(self) -> int:
         """Training steps that trainer 0 has shown as done."""
         shown = re.findall(r"step (\d+)/\d+ loss", self.logs(self.container("trainer-0")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -32,34 +31,6 @@ def job_pod(value_set: str, *settings: str) -> Manifest:
     return spec
 
 
-def test_a_job_set_tells_torchrun_where_its_pods_are() -> None:
-    manifests = rendered("example-jobset-values.yaml")
-    (job,) = only(manifests, "JobSet")["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
-    env = environment(container(job_pod("example-jobset-values.yaml"), "node"))
-    assert (env["PET_NNODES"], env["PET_NPROC_PER_NODE"]) == ("2", "2")
-    name = only(manifests, "JobSet")["metadata"]["name"]
-    assert re.fullmatch("rel-distca-example-[0-9a-f]{8}", name)
-    assert env["PET_MASTER_ADDR"] == f"{name}-node-0-0.{name}"
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    assert env["PET_NODE_RANK"] == {"fieldRef": {"fieldPath": index}}
-
-
-def test_a_train_job_leaves_that_to_kubeflow_and_goes_through_kueue() -> None:
-    manifests = rendered("example-trainjob-values.yaml")
-    job, runtime = only(manifests, "TrainJob"), only(manifests, "TrainingRuntime")
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
-    assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    label = "trainer.kubeflow.org/trainjob-ancestor-step"
-    assert replicated["template"]["metadata"]["labels"][label] == "trainer"
-    # Kubeflow looks for a container of this name to add its variables to.
-    env = environment(container(job_pod("example-trainjob-values.yaml"), "node"))
-    assert not [name for name in env if name.startswith("PET_")]
-
-
 def test_both_kinds_run_the_same_command_on_this_releases_control_plane() -> None:
     jobset = container(job_pod("example-jobset-values.yaml"), "node")
     trainjob = container(job_pod("example-jobset-values.yaml", "exampleJob.kind=TrainJob"), "node")
@@ -67,34 +38,6 @@ def test_both_kinds_run_the_same_command_on_this_releases_control_plane() -> Non
     assert environment(jobset)["DISTCA_CONTROL_PLANE"] == (
         "rel-distca-control-plane.research.svc:7700"
     )
-
-
-@pytest.mark.parametrize(
-    "value_set", ["example-gpu-jobset-values.yaml", "example-gpu-trainjob-values.yaml"]
-)
-def test_a_job_on_gpus_asks_for_them_starts_again_and_goes_on(value_set: str) -> None:
-    spec = job_pod(value_set)
-    node = container(spec, "node")
-    limits = node["resources"]["limits"]
-    assert limits["nvidia.com/gpu"] == node["resources"]["requests"]["nvidia.com/gpu"] == 8
-    assert node["image"].endswith("-cuda")
-    assert "--resume-or-start" in node["args"]
-    job = next(each for each in rendered(value_set) if each["kind"] in ("JobSet", "TrainJob"))
-    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
-    # Kueue's webhook suspends what has its label; written here, upgrades would stop a running job.
-    assert "suspend" not in job["spec"]
-    (jobset,) = (
-        each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
-        for each in rendered(value_set)
-        if each["kind"] in ("JobSet", "TrainingRuntime")
-    )
-    assert jobset["failurePolicy"]["maxRestarts"] == 5
-    (rule,) = jobset["failurePolicy"]["rules"]
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    (replicated,) = jobset["replicatedJobs"]
-    (taken,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert taken["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert spec["restartPolicy"] == "Never"
 
 
 def job_set(*settings: str) -> Manifest:
@@ -210,36 +153,8 @@ def test_a_train_job_keeps_its_name_whatever_changes() -> None:
         assert "distca.dev/job-set" not in job["template"]["spec"]["template"]["metadata"]["labels"]
 
 
-def test_without_restarts_a_job_ends_with_its_first_failure() -> None:
-    spec = only(rendered("example-jobset-values.yaml"), "JobSet")["spec"]
-    assert "failurePolicy" not in spec
-    assert "podFailurePolicy" not in spec["replicatedJobs"][0]["template"]["spec"]
-    node = container(job_pod("example-jobset-values.yaml"), "node")
-    assert "--resume-or-start" not in node["args"]
-
-
 def test_trainers_use_the_network_devices_that_nodes_use() -> None:
     node = container(job_pod("rdma-values.yaml", "exampleJob.enabled=true"), "node")
     assert node["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
     assert node["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert environment(node)["UCX_TLS"] == "rc,tcp,self"
-
-
-@pytest.mark.parametrize(
-    ("value_set", "servers"),
-    [
-        ("default-values.yaml", 2),
-        ("in-place-only-values.yaml", 0),
-        ("daemonset-values.yaml", 8),
-        ("autoscaling-hpa-values.yaml", 2),
-        ("join-elsewhere-values.yaml", 4),
-        ("leader-worker-set-values.yaml", 32),
-    ],
-)
-def test_helm_test_expects_the_servers_that_the_values_describe(
-    value_set: str, servers: int
-) -> None:
-    pod = only(rendered(value_set), "Pod")
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    assert f"--expect-servers={servers}" in container(pod["spec"], "servers")["args"]
-    assert container(pod["spec"], "health")["args"][0] == "health"

@@ -15,39 +15,6 @@ def shipped_groups() -> list[Manifest]:
     return [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
 
 
-def test_the_service_monitor_selects_the_service_and_a_port_that_it_has() -> None:
-    manifests = rendered("monitoring-values.yaml")
-    monitor = only(manifests, "ServiceMonitor")
-    service = only(manifests, "Service", "control-plane")
-    wanted = monitor["spec"]["selector"]["matchLabels"]
-    assert wanted.items() <= service["metadata"]["labels"].items()
-    assert monitor["metadata"]["labels"]["release"] == "kube-prometheus-stack"
-    (endpoint,) = monitor["spec"]["endpoints"]
-    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
-    # Only one service is scraped, so nothing is counted twice.
-    others = [
-        each
-        for each in manifests
-        if each["kind"] == "Service" and wanted.items() <= each["metadata"]["labels"].items()
-    ]
-    assert others == [service]
-
-
-def test_the_pod_monitor_scrapes_every_server() -> None:
-    manifests = rendered("daemonset-values.yaml")
-    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("DaemonSet"))
-    ports = {
-        port["name"]
-        for each in spec["containers"]
-        for port in each["ports"]
-        if port["name"].startswith("metrics")
-    }
-    monitor = only(manifests, "PodMonitor", "attention-node")["spec"]
-    assert {each["port"] for each in monitor["podMetricsEndpoints"]} == ports
-    labels = only(manifests, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
-    assert monitor["selector"]["matchLabels"].items() <= labels.items()
-
-
 def test_all_rules_are_shipped_and_expressions_are_untouched() -> None:
     groups = only(rendered("monitoring-values.yaml"), "PrometheusRule")["spec"]["groups"]
     shipped = shipped_groups()
@@ -102,23 +69,3 @@ def test_ranks_of_any_job_are_scraped_where_its_namespace_may_be() -> None:
     assert monitor["namespaceSelector"] == {"matchNames": ["research"]}
     everywhere = rendered("network-policy-values.yaml", "monitoring.podMonitor.enabled=true")
     assert only(everywhere, "PodMonitor", "trainer")["spec"]["namespaceSelector"] == {"any": True}
-
-
-def test_targets_and_series_are_relabelled_and_limited_as_asked() -> None:
-    manifests = rendered("monitoring-values.yaml", "exampleJob.enabled=true")
-    cluster = {"targetLabel": "cluster", "replacement": "east"}
-    control_plane = only(manifests, "ServiceMonitor")["spec"]
-    assert control_plane["sampleLimit"] == 50000
-    (endpoint,) = control_plane["endpoints"]
-    assert endpoint["relabelings"] == [cluster]
-    assert endpoint["metricRelabelings"] == [{"action": "labeldrop", "regex": "endpoint"}]
-    assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("10s", "8s")
-    for name, relabelings in (
-        ("attention-node", [cluster]),
-        ("trainer", [{"targetLabel": "job", "replacement": "trainer"}, cluster]),
-    ):
-        pods = only(manifests, "PodMonitor", name)["spec"]
-        assert pods["sampleLimit"] == 20000
-        for each in pods["podMetricsEndpoints"]:
-            assert each["relabelings"] == relabelings
-            assert [drop["regex"] for drop in each["metricRelabelings"]] == ["process_.*"]
