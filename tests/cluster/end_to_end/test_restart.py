@@ -10,16 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from socket import gethostname
 
 import pytest
 
-from core_attention.manifest import RankManifest
-from distca.contract import rpc
 from tests import ROOT
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
-from tests.support.errors import fails
 from tests.support.team import Team
 from trainer_client import Session
 
@@ -121,15 +116,6 @@ def start_ranks(
 
 def log_of(running: Cluster, name: str) -> str:
     return (running.folder / f"{name}.log").read_text()[-6000:]
-
-
-def test_job_that_lives_keeps_its_name_and_says_where_it_runs(running: Cluster) -> None:
-    with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
-        with fails(rpc.Reason.ALREADY_EXISTS) as caught:
-            Session.open(replace(team.sessions[0].options, data_port=0))
-        assert team.sessions[0].job_id in str(caught.value)
-        assert gethostname() in str(caught.value)
-        team.check([RankManifest.from_lengths(0, 0, [[40], [24]])])
 
 
 def test_session_that_failed_is_opened_again_in_the_same_process(running: Cluster) -> None:

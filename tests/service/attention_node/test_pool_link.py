@@ -12,7 +12,6 @@ from attention_node.pool_link import PoolLink, PoolLinkLost
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
-from tests.support.errors import fails
 from tests.support.service_harness import (
     client_of,
     job_spec,
@@ -119,15 +118,6 @@ def test_a_standby_is_found_at_the_next_address() -> None:
         node.membership.leave()
 
 
-def test_a_control_plane_that_stays_away_ends_the_membership() -> None:
-    with running() as control_plane:
-        node = Node(control_plane.address, away_seconds=0.5)
-        node.membership.join()
-    assert node.lost.wait(10)
-    assert node.told[-1].startswith("the control plane has been away for 0.5 s: connect at")
-    node.membership.leave()
-
-
 def test_a_draining_node_does_without_a_control_plane() -> None:
     with running() as control_plane:
         node = Node(control_plane.address, away_seconds=0.2)
@@ -136,31 +126,6 @@ def test_a_draining_node_does_without_a_control_plane() -> None:
     assert not node.lost.wait(1.0)
     assert node.told == ["registered"]
     node.membership.leave()
-
-
-def test_an_operators_drain_is_told_once() -> None:
-    with (
-        running(coordinator={"lease_seconds": 2.0}) as control_plane,
-        client_of(control_plane.address) as client,
-        node_of(control_plane.address) as node,
-    ):
-        client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="n0"))
-        eventually(lambda: "drain" in node.told)
-        assert not node.lost.wait(2.3)
-        assert node.told == ["registered", "drain"]
-
-
-def test_a_name_of_a_server_that_lives_is_refused_unless_it_is_replaced() -> None:
-    with running() as control_plane, node_of(control_plane.address) as first:
-        eventually(lambda: control_plane.coordinator.servers()[0][0].is_watching)
-        other = Node(control_plane.address)
-        with fails(rpc.Reason.ALREADY_EXISTS):
-            other.membership.join()
-        other.membership.leave()
-        with node_of(control_plane.address, replace=True) as second:
-            assert first.lost.wait(10.0)
-            assert first.told[:2] == ["registered", "fenced"]
-            assert second.told == ["registered"]
 
 
 def test_jobs_that_are_not_announced_again_are_forgotten() -> None:

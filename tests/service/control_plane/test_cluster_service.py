@@ -55,14 +55,6 @@ def test_servers_come_with_the_load_that_they_reported() -> None:
     assert server.seconds_since_heartbeat < 10
 
 
-def test_a_rate_below_zero_is_refused_by_name() -> None:
-    load = membership_pb2.ServerLoad(moved_bytes_per_second=-1)
-    with running() as control_plane, client_of(control_plane.address) as client:
-        lease = client.register("s1")
-        with fails(rpc.Reason.INVALID_REQUEST, match="moved_bytes_per_second"):
-            client.membership.Heartbeat(membership_pb2.HeartbeatRequest(lease_id=lease, load=load))
-
-
 def open_job(client: Client) -> tuple[str, list[str]]:
     """A job of two ranks; its id and their leases."""
     opened = [client.open(rank, job_spec("train")) for rank in range(2)]
@@ -142,14 +134,6 @@ def test_waits_are_those_of_the_ranks_that_know_them(
     assert gauge == longest
     told = [r.wait_seconds if r.HasField("wait_seconds") else None for r in answer.ranks]
     assert told == list(waited)
-
-
-def test_a_job_that_was_closed_is_gone() -> None:
-    with running() as control_plane, client_of(control_plane.address) as client:
-        client.register("s1")
-        job_id, leases = open_job(client)
-        client.close_job(job_id, leases[0], "out of memory")
-        assert not describe(client.channel).jobs
 
 
 def test_an_in_place_server_comes_with_the_load_that_its_rank_tells() -> None:

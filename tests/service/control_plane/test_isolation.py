@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from control_plane.jobs.isolation import IsolationDetector
-from distca.contract import rpc
 from tests.service.control_plane.test_leases import n_servers
-from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     TimedControlPlane,
-    client_of,
     rank_manifest,
-    running,
 )
 
 LEASE_SECONDS = 30.0
@@ -30,18 +22,6 @@ def test_silence_of_several_is_deafness_and_of_one_is_its_end() -> None:
     assert detector.heard(now=104.0) == 0.0
     assert detector.heard(now=120.0) == 16.0
     assert not detector.is_isolated(3, now=121.0)
-
-
-@pytest.fixture
-def control_plane() -> Iterator[TimedControlPlane]:
-    with running() as control_plane:
-        yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: TimedControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
 
 
 def test_leases_begin_anew_when_somebody_is_heard_again(
@@ -59,17 +39,3 @@ def test_leases_begin_anew_when_somebody_is_heard_again(
         client.heartbeat(lease)
     for rank, (job, lease) in enumerate(ranks):
         client.submit(job, lease, rank_manifest(0, rank))
-
-
-def test_one_that_stays_silent_loses_its_lease_while_others_are_heard(
-    control_plane: TimedControlPlane, client: Client
-) -> None:
-    heard, silent = client.register("s0"), client.register("s1")
-    control_plane.pass_time(2 * LEASE_SECONDS)
-    # The silence of both is this process's own; that of one, while the other calls, is its end.
-    for _ in range(4):
-        client.heartbeat(heard)
-        control_plane.pass_time(LEASE_SECONDS / 3)
-    assert n_servers(client) == 1
-    with fails(rpc.Reason.FENCED):
-        client.heartbeat(silent)

@@ -59,12 +59,6 @@ def control_plane() -> Iterator[ControlPlane]:
         yield control_plane
 
 
-@pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
-
-
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_the_wire_keeps_pipelines(name: str) -> None:
     schedule = SCHEDULES[name](3, 6)

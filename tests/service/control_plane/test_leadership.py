@@ -115,31 +115,6 @@ def test_lock_of_a_file_is_handed_over(tmp_path: Path) -> None:
     hand_over(FileLock(path, poll_seconds=0.02), FileLock(path, poll_seconds=0.02))
 
 
-def test_lock_of_a_file_ends_with_its_process(tmp_path: Path) -> None:
-    path = tmp_path / "leader.lock"
-    code = f"""
-import fcntl, sys, time
-file = open({str(path)!r}, "w")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-
-        async def lead() -> None:
-            lock = FileLock(path, poll_seconds=0.02)
-            waiting = asyncio.create_task(lock.acquire())
-            assert await is_waiting(waiting, 0.2)
-            holder.kill()
-            await asyncio.wait_for(waiting, 5.0)
-            assert lock.is_held
-            await lock.release()
-
-        within(DEADLINE_SECONDS, lead)
-
-
 def test_lock_of_a_leader_that_is_stopped_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "leader.lock"
     code = f"""
@@ -178,19 +153,6 @@ asyncio.run(lead())
             within(6 * DEADLINE_SECONDS, stand_by)
         finally:
             leader.kill()
-
-
-def test_leader_finds_out_at_the_next_call_that_another_leads(tmp_path: Path) -> None:
-    async def lead() -> None:
-        path = tmp_path / "leader.lock"
-        # It shows nothing, like one that is stopped, as nobody awaits its loss.
-        one, two = FileLock(path), FileLock(path, poll_seconds=0.02, lease_seconds=2 * BEAT_SECONDS)
-        await one.acquire()
-        await two.acquire()
-        assert two.is_held
-        assert not one.is_held
-
-    within(DEADLINE_SECONDS, lead)
 
 
 def test_standbys_do_not_replace_each_other(tmp_path: Path) -> None:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
     TimedControlPlane,
-    client_of,
     job_spec,
     rank_manifest,
-    running,
 )
 
 LEASE_SECONDS = 30.0
 """As in the harness."""
-
-
-@pytest.fixture
-def control_plane() -> Iterator[TimedControlPlane]:
-    with running() as control_plane:
-        yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: TimedControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
 
 
 def renew(client: Client, job_id: str, lease: str) -> None:

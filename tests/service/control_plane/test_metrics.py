@@ -13,7 +13,6 @@ from control_plane.server import ControlPlane
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.service_harness import (
     Client,
-    client_of,
     job_spec,
     rank_manifest,
     running,
@@ -31,12 +30,6 @@ of the job's 4 layers."""
 def control_plane() -> Iterator[ControlPlane]:
     with running(metrics_address="127.0.0.1:0") as control_plane:
         yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
 
 
 def scrape(control_plane: ControlPlane) -> dict[tuple[str, str], float]:

@@ -112,14 +112,6 @@ def test_the_busiest_server_keeps_the_tolerance(
             assert forecast.predicted_imbalance <= 1 + tolerance + 0.02
 
 
-@pytest.mark.parametrize("name", ["pretrain", "prolong"])
-def test_documents_longer_than_a_rank_keep_the_tolerance(name: str) -> None:
-    lengths = sample_lengths(name, 16 * TOKENS, 8 * TOKENS, 1)
-    manifest = stream_manifest(lengths.tolist(), 16, span=True)
-    for forecast in forecasts(plan_of(manifest, in_place(16))):
-        assert forecast.predicted_imbalance <= 1.05
-
-
 @pytest.mark.parametrize("n", [2, 8])
 def test_a_document_over_both_nano_batches_keeps_the_tolerance(n: int) -> None:
     for lengths in ([n * 2 * TOKENS], [n * TOKENS, *[TOKENS // 2] * (2 * n)]):
@@ -155,15 +147,6 @@ def test_a_pool_keeps_the_tolerance(kind: str) -> None:
     plan = plan_of(manifest, servers)
     for forecast in forecasts(plan):
         assert forecast.predicted_imbalance <= 1.05
-
-
-def test_servers_of_different_speed_finish_together() -> None:
-    speeds = [10.0, 1.0, 0.5, 1.0, 2.0, 3.0, 1.0, 1.0]
-    lengths = sample_lengths("pretrain", 8 * 2 * TOKENS, 2 * TOKENS, 5)
-    manifest = stream_manifest(lengths.tolist(), 8)
-    for servers in (in_place(8), pool(8)):
-        for forecast in forecasts(plan_of(manifest, with_speeds(servers, speeds))):
-            assert forecast.predicted_imbalance <= 1.05
 
 
 def test_profiles_of_different_devices_finish_together() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +30,6 @@ from tests.support.service_harness import (
     rotating_plan,
     running,
 )
-
-
-@pytest.fixture
-def control_plane() -> Iterator[TimedControlPlane]:
-    with running() as control_plane:
-        yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: TimedControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
 
 
 @dataclass
@@ -122,30 +110,6 @@ def test_losses_are_counted_by_their_cause(
     assert registry.get_sample_value(name, {"cause": label}) == 1
 
 
-def test_a_loss_that_several_ranks_report_is_one_failure(
-    control_plane: ControlPlane, client: Client
-) -> None:
-    client.watch_server(client.register("s0"))
-    pair = open_pair(client, standby=True)
-    pair.submit(0)
-    epoch = pair.plans()[0].plan.epoch
-
-    def counted() -> float | None:
-        return control_plane.metrics.registry.get_sample_value(
-            "distca_control_plane_failures_detected_total", {"cause": "transport_error"}
-        )
-
-    server = "s0"
-    # The ranks' own servers serve after the first, and one of them is lost again and again.
-    for n_failures in (1, 2, 3):
-        for rank in (0, 1):
-            pair.lose(server, rank, epoch=epoch)
-        assert counted() == n_failures
-        pair.answer(pair.recover().epoch, {0: [0, 0]}, {0: [0, 0]})
-        planned = pair.plans()[0]
-        server, epoch = servers_of(planned)[0], planned.plan.epoch
-
-
 def test_unfinished_steps_are_planned_again_from_where_their_ranks_stand(client: Client) -> None:
     streams = {server: client.watch_server(client.register(server)) for server in ("s0", "s1")}
     pair = open_pair(client)
@@ -224,22 +188,6 @@ def test_server_whose_heartbeat_is_late_gets_no_work_while_others_are_there(
     control_plane.pass_time(late_seconds)
     pair.submit(1)
     assert servers_of(pair.plans()[0]) == ["s0", "s1"], "all are late: rather this process is"
-
-
-def test_server_that_leaves_its_steps_hands_them_over(client: Client) -> None:
-    leases = {server: client.register(server) for server in ("s0", "s1")}
-    pair = open_pair(client)
-    pair.submit(2)
-    epoch = pair.plans()[0].plan.epoch
-    client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="s0"))
-    assert all(watcher.is_quiet() for watcher in pair.watchers)
-    deregister(client, leases["s0"])
-    recover = pair.recover()
-    assert recover.reason == "server s0 left while serving step 2"
-    pair.answer(recover.epoch, {2: [1, 1]}, {2: [1, 1]})
-    planned = pair.plans()[0]
-    assert planned.plan.epoch > epoch
-    assert servers_of(planned) == ["s1"]
 
 
 def test_server_that_lives_and_does_no_work_is_fenced() -> None:

@@ -7,13 +7,11 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -32,13 +30,10 @@ from control_plane.settings import (
     CoordinatorSettings,
 )
 from core_attention.whole_file import write_whole
-from distca.contract import rpc
 from distca.contract.addresses import split_address
 from distca.contract.settings import TlsFiles
 from distca.machine_errors import ListenError, PathError, SecretError
-from distca.v1 import membership_pb2
 from tests import ROOT
-from tests.support.errors import fails
 from tests.support.service_harness import (
     client_of,
     rotating_plan,
@@ -266,81 +261,6 @@ def test_unknown_default_planner_is_refused_at_start() -> None:
 
 def test_addresses_of_ip_version_6_are_split() -> None:
     assert split_address("x", "[::1]:80") == ("::1", 80)
-
-
-def make_certificate(folder: Path, name: str, authority: str | None) -> None:
-    """``name.crt`` and ``name.key``, signed by ``authority``, or self-signed."""
-    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
-    command: list[str | Path] = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-    ]
-    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key]
-    command += ["-out", certificate]
-    command += [
-        "-addext",
-        f"subjectAltName=DNS:localhost,IP:127.0.0.1,URI:spiffe://distca/operator/{name}",
-    ]
-    if authority is not None:
-        command += ["-CA", folder / f"{authority}.crt", "-CAkey", folder / f"{authority}.key"]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """A folder with an authority, a server and a client that it signed, and a stranger."""
-    try:
-        make_certificate(tmp_path, "authority", None)
-        make_certificate(tmp_path, "server", "authority")
-        make_certificate(tmp_path, "client", "authority")
-        make_certificate(tmp_path, "stranger", None)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs openssl 3 to make certificates: {error}")
-    return tmp_path
-
-
-def list_servers(address: str, **settings: Any) -> None:
-    with client_of(address, call_seconds=5.0, **settings) as client:
-        client.membership.ListServers(membership_pb2.ListServersRequest())
-
-
-def test_mutual_tls_lets_only_certified_clients_in(certificates: Path) -> None:
-    ca_file = certificates / "authority.crt"
-    tls = TlsFiles(
-        certificate_file=certificates / "server.crt",
-        key_file=certificates / "server.key",
-        client_ca_file=ca_file,
-    )
-
-    def identity(name: str) -> dict[str, Path]:
-        return {
-            "ca_file": ca_file,
-            "certificate_file": certificates / f"{name}.crt",
-            "key_file": certificates / f"{name}.key",
-        }
-
-    with running(tls=tls) as control_plane:
-        list_servers(control_plane.address, **identity("client"))
-        for settings in ({}, {"ca_file": ca_file}, identity("stranger")):
-            with fails(rpc.Reason.UNAVAILABLE, match="do address and TLS files match"):
-                list_servers(control_plane.address, **settings)
-
-
-def test_renewed_certificate_is_used_without_restart(certificates: Path) -> None:
-    server = certificates / "server.crt"
-    tls = TlsFiles(certificate_file=server, key_file=certificates / "server.key")
-    with running(tls=tls) as control_plane:
-        list_servers(control_plane.address, ca_file=certificates / "authority.crt")
-        for suffix in ("key", "crt"):
-            (certificates / f"stranger.{suffix}").replace(certificates / f"server.{suffix}")
-        later = time.time() + 10
-        os.utime(server, (later, later))
-        list_servers(control_plane.address, ca_file=server)
 
 
 def test_missing_certificate_is_named(tmp_path: Path) -> None:

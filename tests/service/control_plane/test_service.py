@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,18 +38,6 @@ from tests.support.waiting import eventually
 
 COMPILE_SECONDS = 300.0
 """Planners compile on first use: tens of seconds on a loaded machine without numba's cache."""
-
-
-@pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
-    with running() as control_plane:
-        yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
 
 
 def open_pair(client: Client, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, list[str]]:
@@ -158,13 +146,6 @@ def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Clie
     client.open(0, job_spec(transport="nixl"))
 
 
-def test_ranks_of_two_transports_are_no_job(client: Client) -> None:
-    client.open(0, job_spec(transport="ucxx"))
-    with fails(rpc.Reason.SPEC_MISMATCH, match="transport nixl instead of ucxx") as caught:
-        client.open(1, job_spec(transport="nixl"))
-    assert "--transport by name" in str(caught.value)
-
-
 def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,61 +164,6 @@ def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
     assert "server s2 uses the transport nixl, unlike s0 (ucxx), s1 (ucxx)" in caplog.text
     client.membership.DeregisterServer(membership_pb2.DeregisterServerRequest(lease_id=lease))
     assert transports() == ["ucxx"]
-
-
-def test_server_without_a_task_gets_nothing(client: Client) -> None:
-    watchers = {}
-    for index in range(7):
-        watchers[f"s{index}"] = client.watch_server(client.register(f"s{index}"))
-    job_id, leases = open_pair(client)
-    submit_pair(client, job_id, leases, 0)
-    # Six segments go to servers 0 to 5 forward and 1 to 6 backward: all have a task.
-    for watcher in watchers.values():
-        watcher.next("job_opened")
-        watcher.next("step_planned")
-    idle = client.watch_server(client.register("s7"))
-    also_idle = client.watch_server(client.register("s8"))
-    submit_pair(client, job_id, leases, 1)
-    for server_id, watcher in watchers.items():
-        assert server_id in {s.server_id for s in watcher.next("step_planned").plan.servers}
-    for watcher in (idle, also_idle):
-        watcher.next("job_opened")
-        assert watcher.is_quiet()
-
-
-def test_second_job_shares_the_pool(client: Client) -> None:
-    watcher = client.watch_server(client.register("s0"))
-    job_ids = []
-    for name in ("one", "two"):
-        job_id, leases = open_pair(client, job_spec(name))
-        job_ids.append(job_id)
-        assert watcher.next("job_opened").job_id == job_id
-        submit_pair(client, job_id, leases, 0)
-        assert watcher.next("step_planned").plan.job_id == job_id
-    client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(job_id=job_ids[0]))
-    assert job_ids[0] != job_ids[1]
-
-
-def test_in_place_servers_come_by_rank_and_get_their_plans_with_their_ranks(
-    client: Client,
-) -> None:
-    client.register("pool")
-    spec = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    (_, second), (job_id, first) = client.open(1, spec), client.open(0, spec)
-    submit_pair(client, job_id, [first, second], 0)
-    watcher = client.watch_rank(job_id, first)
-    watcher.next("job_opened")
-    watcher.next("step_planned")
-    plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
-    assert [(s.server_id, s.in_place_rank) for s in plan.servers] == [
-        ("train.rank-0", 0),
-        ("train.rank-1", 1),
-    ]
-    with fails(rpc.Reason.INVALID_REQUEST, match="WatchRank"):
-        client.watch_server(first).next()
-    # The in-place server's load and measurements go under its rank's lease.
-    client.heartbeat(first)
-    client.report_server(job_id, first, 0, "train.rank-0")
 
 
 def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
@@ -286,16 +212,6 @@ def test_late_watchers_get_the_unfinished_steps(client: Client) -> None:
         assert watcher.is_quiet()
 
 
-def test_newer_stream_of_a_member_replaces_the_older(client: Client) -> None:
-    lease = client.register("s0")
-    older = client.watch_server(lease)
-    job_id, _ = open_pair(client)
-    older.next("job_opened")
-    newer = client.watch_server(lease)
-    assert newer.next("job_opened").job_id == job_id
-    assert "newer stream" in str(older.end())
-
-
 def test_without_servers_the_step_fails_and_may_be_submitted_again(client: Client) -> None:
     job_id, leases = open_pair(client)
     watcher = client.watch_rank(job_id, leases[0])
@@ -309,19 +225,6 @@ def test_without_servers_the_step_fails_and_may_be_submitted_again(client: Clien
     client.register("s0")
     submit_pair(client, job_id, leases, 4)
     assert watcher.next("step_planned").plan.manifest.step == 4
-
-
-def test_overlapping_segments_fail_the_step_with_the_documents_name(client: Client) -> None:
-    client.register("s0")
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[1])
-    watcher.next("job_opened")
-    for rank in (0, 1):
-        segments = (Segment(77, 10, 0, 10 - rank),)
-        client.submit(job_id, leases[rank], RankManifest(0, rank, (segments, ())))
-    error = watcher.next("step_failed").error
-    assert "document 77" in error
-    assert "overlaps" in error
 
 
 def test_planner_that_breaks_fails_the_step_instead_of_the_job(
@@ -343,20 +246,6 @@ def test_planner_that_breaks_fails_the_step_instead_of_the_job(
         submit_pair(client, job_id, leases, 1)
         assert "planner bug" in watcher.next("step_failed").error
     assert "planning step 1 failed" in caplog.text
-
-
-def test_rank_that_fails_closes_the_job_for_all(client: Client) -> None:
-    server = client.watch_server(client.register("s0"))
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[1])
-    watcher.next("job_opened")
-    client.close_job(job_id, leases[0], "out of memory")
-    assert watcher.next("job_closed").error == "rank 0 failed: out of memory"
-    assert watcher.end() is None
-    server.next("job_opened")
-    assert server.next("job_closed").error == "rank 0 failed: out of memory"
-    with fails(rpc.Reason.UNKNOWN_JOB, match="is closed: rank 0 failed: out of memory"):
-        client.submit(job_id, leases[1], rank_manifest(0, 1))
 
 
 def test_describe_job_shows_who_is_missing(client: Client) -> None:

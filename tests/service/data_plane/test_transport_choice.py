@@ -62,9 +62,6 @@ class TestRead:
         add_rdma_device(tmp_path, "mlx5_1", verbs=True)
         assert [each.opens for each in rdma_ports(tmp_path)] == [False, True]
 
-    def test_a_machine_without_any(self, tmp_path: Path) -> None:
-        assert rdma_ports(tmp_path) == ()
-
     @pytest.mark.parametrize(
         ("effective", "limit"), [("0000000000000000", 65536), ("0000000000004000", None)]
     )
@@ -203,10 +200,6 @@ class TestPeers:
 
 
 class TestByName:
-    def test_ucxx_is_how_tcp_is_asked_for(self) -> None:
-        choice = named_transport(UCXX, TransportFacts(ports=(port(),)), one_host=False)
-        assert (choice.name, choice.rdma, choice.obstacles) == (UCXX, False, ())
-
     def test_ucxx_with_verbs_uses_them(self) -> None:
         facts = TransportFacts(ports=(port(),), ucxx_has_verbs=True)
         assert named_transport(UCXX, facts, one_host=False).rdma

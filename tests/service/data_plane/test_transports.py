@@ -109,17 +109,6 @@ def test_auto_stays_with_what_the_process_has_opened(
     assert resolve_transport("auto", one_host=False).name == TransportName.UCXX
 
 
-def test_auto_is_the_default_everywhere() -> None:
-    auto = TransportName.AUTO
-    assert NodeSettings(control_plane="localhost:1", profile_shapes=(SHAPE,)).transport == auto
-    assert DoctorSettings().transport == auto
-    assert ResponderSettings(host="127.0.0.1").transport == auto
-    options = SessionOptions(
-        control_plane="localhost:1", job="job", rank=0, n_ranks=1, n_layers=1, shape=SHAPE
-    )
-    assert options.transport == auto
-
-
 def test_without_the_library_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -148,17 +148,6 @@ def test_hello_that_never_ends_is_cut_off(
     assert not accepted
 
 
-def test_listener_lives_on_after_bad_clients(transport: UcxxTransport, address: Address) -> None:
-    silent, garbage = RawClient(address), RawClient(address)
-    garbage.send(bytes(range(20)))
-    other = UcxxTransport()
-    try:
-        assert other.connect(address, b"good", 5.0, secret=SECRET)[1] == b"welcome good"
-    finally:
-        other.close()
-    silent.progress_until(lambda: silent.lost)
-
-
 def test_messages_that_nobody_expects_are_bounded_and_only_their_own_offers_fail(
     address: Address, registry: CollectorRegistry, accepted: list[Connection]
 ) -> None:

@@ -46,11 +46,6 @@ def compose_images(environment: str) -> set[str]:
     return {name for name in names if name.startswith("distca/")}
 
 
-def test_the_chart_has_the_version_of_the_package() -> None:
-    chart = yaml.safe_load((ROOT / "helm" / "distca" / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
-
-
 def test_images_are_called_by_the_version() -> None:
     assert image_names() == [f"distca/{image}:{VERSION}" for image in IMAGES]
 

@@ -95,14 +95,6 @@ def test_half_an_authority_is_never_overwritten(tmp_path: Path) -> None:
         folder.authority(DAY)
 
 
-def test_a_broken_authority_is_named_by_its_files(tmp_path: Path) -> None:
-    folder = CertificateFolder(tmp_path)
-    folder.authority(DAY)
-    (tmp_path / "ca.key").write_text("broken")
-    with pytest.raises(CertificateError, match=f"{tmp_path}/ca.key: no private key in PEM"):
-        folder.authority(DAY)
-
-
 def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path)
     with pytest.raises(CertificateError, match="good for 3 days, its certificates for 4"):

@@ -106,11 +106,3 @@ def test_the_channel_is_closed_after_the_last_call_and_by_one_thread(contact: Co
         for caller in callers:
             assert caller.result(WAIT_SECONDS) is rpc.Reason.CANCELLED
     assert closed == [0]
-
-
-def test_errors_have_names(contact: Contact, jobs: Jobs) -> None:
-    with pytest.raises(rpc.RpcError, match=r"OpenJob at 127\.0\.0\.1"):
-        contact.call(contact._jobs.OpenJob, jobs_pb2.OpenJobRequest())
-    jobs.release.clear()
-    with fails(rpc.Reason.DEADLINE_EXCEEDED, match="DescribeJob at"):
-        contact.call(contact._jobs.DescribeJob, REQUEST, timeout_seconds=0.2)

@@ -101,6 +101,8 @@ def test_the_worst_finding_counts_and_json_has_them_all() -> None:
 def test_settings_are_checked_by_name() -> None:
     with pytest.raises(ValueError, match="device is 'gpu'"):
         DoctorSettings(device="gpu")
+    with pytest.raises(ValueError, match="also_device is 'cpu'"):
+        DoctorSettings(also_devices=("cpu",))
     with pytest.raises(ValueError, match="probe_seconds is 0"):
         DoctorSettings(probe_seconds=0)
     with pytest.raises(ValueError, match="min_gigabytes_per_second is -1"):
@@ -449,9 +451,6 @@ class TestDataHost:
         finding = only("dns", around(data_host="203.0.113.9"))
         assert finding.status is FAIL
         assert "no IPv4 address of this machine" in finding.says
-
-    def test_a_name_that_does_not_resolve_fails(self) -> None:
-        assert only("dns", around(data_host="nowhere.invalid")).status is FAIL
 
     def test_a_slow_resolver_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter([0.0, 3.0])

@@ -156,15 +156,6 @@ def test_a_web_server() -> None:
     assert found.figures["endpoint"] == "other"
 
 
-def test_a_web_server_with_tls(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.server.certificate_file, files.server.key_file)
-    with web_server(context) as port:
-        found = control_plane_finding(f"localhost:{port}", ca_file=files.ca)
-    assert found.figures["endpoint"] == "other"
-
-
 def test_a_port_that_accepts_and_says_nothing() -> None:
     begun = time.monotonic()
     with saying(lambda _: None) as port:

@@ -41,15 +41,6 @@ def test_a_certificate_that_has_ended_is_told_of_once(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_a_certificate_that_is_not_yet_good_may_be_a_matter_of_the_clock(
-    pki: Pki, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = pki.issue(Role.TRAINER, starts_in=SOON, lifetime=HOUR).certificate_file
-    with explained(certificate=path):
-        assert "not yet good: begins " in caplog.text
-        assert "others refuse it: set this machine's clock, or wait" in caplog.text
-
-
 def test_a_certificate_that_ends_while_a_process_runs_is_told_of_where_it_fails(
     pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,15 +98,6 @@ def test_figures_and_page_are_written_and_need_nothing_else(tmp_path: Path) -> N
     assert html.count("<tbody>") == 2
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(
-        app, ["--distribution", "prolong", *SMALL, "--png", str(tmp_path / "file" / "a.png")]
-    )
-    assert isinstance(result.exception, NotADirectoryError)
-    assert str(tmp_path / "file") in str(result.exception)
-
-
 def test_missing_drawing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,40 +232,6 @@ def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], message: s
             if SMALL[at] in arguments:
                 settings = [x for x in settings if x not in SMALL[at : at + 2]]
         assert message in refused(*settings, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no document lengths"),
-        ("100\n0\n", "length number 2 is 0; a document has 1 to"),
-        ("100\n-7\n", "length number 2 is -7"),
-        ("many\n", "line 1: 'many' is no integer"),
-        ("100\n", "the documents hold 100 tokens, 2 steps of 65536 tokens need 131072"),
-    ],
-)
-def test_bad_lengths_are_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text(content)
-    assert message in refused("--lengths", str(path), *SMALL)
-
-
-def test_a_missing_column_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"size": 3}\n')
-    assert "no field 'tokens'; there are size" in refused(
-        "--lengths", str(path), "--field", "tokens", *SMALL
-    )
-
-
-@pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0, None])
-def test_a_profile_with_holes_is_refused_by_name(tmp_path: Path, bad: float | None) -> None:
-    values = json.loads(flat_profile().to_json())
-    values["forward_seconds"][1][2] = bad
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(values))
-    message = refused("--distribution", "prolong", "--profile", str(path), *SMALL)
-    assert message.startswith(f"ProfileError: {path}")
 
 
 def test_a_good_profile_is_used(tmp_path: Path) -> None:

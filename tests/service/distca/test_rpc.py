@@ -139,12 +139,6 @@ def test_no_server_is_a_named_error() -> None:
         wait_until_ready(channel, settings)
 
 
-def test_ready_server_is_found(scripted: tuple[Scripted, str]) -> None:
-    settings = RpcSettings(address=scripted[1])
-    with open_channel(settings) as channel:
-        wait_until_ready(channel, settings)
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

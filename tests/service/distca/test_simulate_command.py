@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -108,21 +107,6 @@ def test_schedules_of_one_name_are_refused(tmp_path: Path) -> None:
     assert f"{paths[1]} is called s, and so is another one" in refusal
     refusal = refused(*PIPELINE, "--schedules", f"1f1b,{paths[2]}")
     assert f"{paths[2]} is called 1f1b, and so is another one" in refusal
-
-
-def test_a_bad_schedule_is_named_by_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "c.csv"
-    path.write_text("0F0,1F0,1B0,0B0\n,,,\n")
-    refusal = refused(*PIPELINE, "--schedules", str(path))
-    assert f"{path}: schedule c: rank 1 (line 2 of a CSV file) runs nothing" in refusal
-
-
-def test_texts_say_that_lengths_are_estimated(tmp_path: Path) -> None:
-    path, page = tmp_path / "a.jsonl", tmp_path / "a.html"
-    path.write_text("\n".join(json.dumps({"text": "x" * 4096}) for _ in range(128)))
-    output = run("--lengths", str(path), *SMALL, "--html", str(page))
-    assert "Lengths are estimated: 4 UTF-8 bytes a token" in output
-    assert "Lengths are estimated: 4 UTF-8 bytes a token" in page.read_text()
 
 
 def test_figures_and_page_are_written(tmp_path: Path) -> None:

@@ -204,13 +204,6 @@ def test_too_few_servers_are_an_error_with_the_number() -> None:
     assert "DistcaError: 1 of 2 servers take work" in missing.stderr
 
 
-def test_no_control_plane_is_a_named_error() -> None:
-    asked = distca("top", "--once", "--control-plane=127.0.0.1:1", "--timeout-seconds=2")
-    assert asked.returncode == 1
-    assert "RpcError: DescribeCluster at 127.0.0.1:1" in asked.stderr
-    assert "Traceback" not in asked.stderr
-
-
 class Terminal:
     """A process on a terminal of its own; what it has written so far."""
 

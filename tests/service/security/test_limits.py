@@ -14,12 +14,11 @@ from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings, open_channel
 from distca.contract.rpc_errors import RETRY_AFTER_KEY
-from distca.contract.tokens import JOB_TOKEN_KEY
-from distca.v1 import jobs_pb2, membership_pb2
+from distca.v1 import jobs_pb2
 from tests.service.security.pki import Files, Pki, control_plane_with, refused, secure_client
 from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.support.errors import fails
-from tests.support.service_harness import TimedControlPlane, job_spec, rank_manifest
+from tests.support.service_harness import TimedControlPlane, job_spec
 
 
 @pytest.fixture(scope="module")
@@ -116,30 +115,6 @@ def test_jobs_are_opened_no_faster(control_plane: ControlPlane, pki: Pki) -> Non
         assert isinstance(cause, grpc.RpcError)
         assert cause.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(cause.trailing_metadata())[RETRY_AFTER_KEY]
-
-
-def test_too_many_manifests_are_refused_and_counted(control_plane: ControlPlane, pki: Pki) -> None:
-    with secure_client(control_plane, pki.issue(Role.TRAINER, "hasty")) as client:
-        job_id, lease = client.open(0, job_spec("hasty"))
-        for step in (0, 1):
-            client.submit(job_id, lease, rank_manifest(step, 0))
-        with fails(rpc.Reason.BACKLOG):
-            client.submit(job_id, lease, rank_manifest(2, 0))
-        assert refused(control_plane, "Jobs/SubmitManifest", "backlog") == 1
-        client.close_job(job_id, lease, "done")
-
-
-def test_a_refusal_does_not_stop_others(control_plane: ControlPlane, pki: Pki) -> None:
-    with ExitStack() as stack:
-        noisy, quiet = (
-            stack.enter_context(secure_client(control_plane, pki.issue(Role.OPERATOR, name)))
-            for name in ("noisy", "quiet")
-        )
-        denied = noisy.channel.unary_unary("/distca.v1.Jobs/OpenJob")
-        for _ in range(50):
-            with fails(rpc.Reason.WRONG_ROLE):
-                denied(b"", metadata=[(JOB_TOKEN_KEY, b"x")])
-            quiet.membership.ListServers(membership_pb2.ListServersRequest())
 
 
 def test_ranks_that_are_too_early_try_again() -> None:

@@ -113,15 +113,6 @@ def test_addresses_are_for_operators_alone(
     )
 
 
-def test_an_unknown_method_is_unimplemented(clients: dict[Role, Client]) -> None:
-    call = clients[Role.OPERATOR].channel.unary_unary("/distca.v1.Jobs/TakeOver")
-    with pytest.raises(rpc.RpcError) as caught:
-        call(b"")
-    cause = caught.value.__cause__
-    assert isinstance(cause, grpc.RpcError)
-    assert cause.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 def test_without_certificates_all_is_open_and_one_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from control_plane.server import ControlPlane
-from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
@@ -216,71 +214,3 @@ def test_tokens_are_checked_without_certificates_too() -> None:
             CALLS["Jobs/RenewRank"](client, job_id, lease, _with_token(None))
         with fails(rpc.Reason.WRONG_TOKEN):
             CALLS["Jobs/DescribeJob"](client, job_id, lease, _with_token(b"forged"))
-
-
-def test_a_token_secret_that_is_too_short_is_refused_at_start(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    write_whole(path, b"hunter2", mode=0o600)
-    with (
-        pytest.raises(ValueError, match="a token secret has 32 or more"),
-        control_plane_with(None, token_secret_file=path),
-    ):
-        pass
-
-
-def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
-    pki: Pki, tmp_path: Path
-) -> None:
-    tls = pki.issue(Role.CONTROL_PLANE).for_server()
-    path, other = tmp_path / "secret", tmp_path / "other"
-    write_whole(path, b"s" * 32, mode=0o600)
-    write_whole(other, b"o" * 32, mode=0o600)
-    owner, stranger = (pki.issue(Role.TRAINER, name) for name in ("team-a", "team-b"))
-    with (
-        # The first of its state folder, and so one that keeps no names for jobs from before.
-        control_plane_with(tls, token_secret_file=path, state_dir=tmp_path) as before,
-        secure_client(before, owner) as client,
-    ):
-        job_id, lease = client.open(0)
-        token = client.tokens.of[lease]
-
-    def come_back(client: Client, rank: int = 0, shown: bytes | None = token) -> bytes:
-        request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=rank, host="h")
-        request.resume.job_id = job_id
-        answer: jobs_pb2.OpenJobResponse = client.jobs.OpenJob(request, **_with_token(shown))
-        return answer.token
-
-    with (
-        control_plane_with(tls, token_secret_file=other) as strange,
-        secure_client(strange, owner) as client,
-        fails(rpc.Reason.WRONG_TOKEN),
-    ):
-        come_back(client)
-    with (
-        control_plane_with(tls, token_secret_file=path) as after,
-        secure_client(after, owner) as client,
-        secure_client(after, stranger) as thief,
-    ):
-        with fails(rpc.Reason.WRONG_TOKEN):
-            come_back(thief)
-        with fails(rpc.Reason.WRONG_TOKEN):
-            come_back(client, rank=1)
-        with fails(rpc.Reason.MISSING_TOKEN):
-            come_back(client, shown=None)
-        assert refused(after, "Jobs/OpenJob", "wrong-token") == 2
-        assert refused(after, "Jobs/OpenJob", "missing-token") == 1
-        assert come_back(client) == token
-
-
-def test_a_rank_of_a_job_from_before_is_told_what_lets_jobs_outlive_a_restart() -> None:
-    with control_plane_with(None) as before, client_of(before.address) as client:
-        job_id, lease = client.open(0)
-        token = client.tokens.of[lease]
-    request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h")
-    request.resume.job_id = job_id
-    with (
-        control_plane_with(None) as after,
-        client_of(after.address) as client,
-        fails(rpc.Reason.WRONG_TOKEN),
-    ):
-        client.jobs.OpenJob(request, **_with_token(token))

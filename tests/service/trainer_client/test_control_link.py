@@ -43,23 +43,6 @@ def ranks_of(address: str, **options: Any) -> Iterator[list[TalkingRank]]:
             rank.close()
 
 
-@pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
-    with running() as control_plane:
-        yield control_plane
-
-
-@pytest.fixture
-def client(control_plane: ControlPlane) -> Iterator[Client]:
-    with client_of(control_plane.address) as client:
-        yield client
-
-
-def abandon(rank: TalkingRank) -> None:
-    """Has the rank look for no control plane any more, as if its process had been killed."""
-    rank.link._lifeline.finish()
-
-
 def submit_all(ranks: Sequence[TalkingRank], *steps: int) -> None:
     for step in steps:
         for rank in ranks:
@@ -206,19 +189,6 @@ def test_a_control_plane_that_stays_away_ends_the_job() -> None:
         with pytest.raises(SessionClosed, match=r"has been away for 0\.5 s"):
             rank.link.check()
         rank.link.close("")
-
-
-def test_a_job_that_was_closed_meanwhile_ends_with_its_reason(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        first = stack.enter_context(running(state_dir=tmp_path))
-        with ranks_of(first.address) as ranks:
-            abandon(ranks[1])
-            stack.close()
-            eventually(lambda: not ranks[0].link.connected)
-            limits = {"lease_seconds": 2.0, "rejoin_seconds": 0.1}
-            with running(listen_address=first.address, state_dir=tmp_path, coordinator=limits):
-                eventually(lambda: ranks[0].link.failure is not None)
-                assert "ranks [1] have not come back" in str(ranks[0].link.failure)
 
 
 def test_the_last_reports_are_sent_before_leaving(

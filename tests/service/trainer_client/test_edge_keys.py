@@ -4,7 +4,6 @@ when the connections between ranks break."""
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves
 from tests.support.team import Layer, Team, compare
-from trainer_client import Session, SessionError, core_attention, in_nano_batch
+from trainer_client import Session
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.step.neighbours import EdgeMessage, Neighbours
 
@@ -213,31 +212,6 @@ def test_keys_that_do_not_come_are_missed_by_name(
             neighbours_of(session)._deadline_seconds = 1.0
         with pytest.raises(CoreAttentionFailed, match=re.escape(why)):
             team.run([RankManifest(0, r, ((Segment(1, 40, 20 * r, 20),), ())) for r in range(2)])
-
-
-def test_a_second_backward_is_refused(pool_of_four: Cluster) -> None:
-    refused: list[str] = []
-    meet = threading.Barrier(2)
-
-    def run(rank: int) -> None:
-        rows = [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-        with ranks.sessions[rank].step(0) as running:
-            with in_nano_batch(0):
-                o = core_attention(*rows, window=8)
-            o.sum().backward(retain_graph=True)
-            meet.wait(20)
-            try:
-                o.sum().backward()
-            except SessionError as error:
-                refused.append(str(error))
-            running.give_up("enough seen")
-
-    with Team(pool_of_four, 2, make_shape(), layers=[Layer(window=8), Layer()]) as ranks:
-        ranks.submit([RankManifest(0, r, ((Segment(1, 40, 20 * r, 20),), ())) for r in range(2)])
-        for future in [ranks._threads[rank].submit(run, rank) for rank in range(2)]:
-            future.result(60)
-    assert len(refused) == 2
-    assert all("twice" in each and "without retain_graph" in each for each in refused)
 
 
 @pytest.mark.parametrize(

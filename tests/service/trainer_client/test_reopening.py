@@ -82,17 +82,6 @@ def test_ranks_started_again_after_a_kill_train_at_once(
     assert {rank.link.token for rank in again}.isdisjoint(rank.link.token for rank in before)
 
 
-def test_one_rank_is_killed_and_all_are_started_again(
-    control_plane: ControlPlane, stack: ExitStack
-) -> None:
-    before = started(control_plane, stack)
-    old_id = open_all(before)
-    kill(before[1])
-    eventually(lambda: control_plane.coordinator.job(old_id).leases.away == [1])
-    assert open_all(started(control_plane, stack)) != old_id
-    eventually(lambda: before[0].link.failure is not None)
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_job_that_lives_keeps_its_name_unless_it_is_replaced(
     control_plane: ControlPlane, stack: ExitStack, replace: bool
@@ -111,36 +100,6 @@ def test_job_that_lives_keeps_its_name_unless_it_is_replaced(
             with fails(rpc.Reason.ALREADY_EXISTS):
                 rank.open()
         assert all(rank.link.failure is None for rank in running_ranks)
-
-
-def test_a_job_that_failed_or_ended_is_opened_again_at_once(
-    control_plane: ControlPlane, stack: ExitStack
-) -> None:
-    ids = set()
-    for error in ("out of memory", "", ""):
-        ranks = started(control_plane, stack)
-        ids.add(open_all(ranks))
-        for rank in ranks:
-            rank.close(error)
-    assert len(ids) == 3
-
-
-def test_rank_that_ends_first_opens_the_next_job_beside_the_others(
-    control_plane: ControlPlane, stack: ExitStack
-) -> None:
-    client = stack.enter_context(client_of(control_plane.address))
-    client.register("s0")
-    before = started(control_plane, stack)
-    open_all(before)
-    before[0].close()
-    again = started(control_plane, stack)
-    again[0].open()
-    assert before[1].link.failure is None
-    before[1].close()
-    again[1].open()
-    assert again[1].link.job_id == again[0].link.job_id != before[0].link.job_id
-    submit_all(again, 0)
-    assert all(rank.wait(0).plan.step == 0 for rank in again)
 
 
 def test_tokens_of_a_control_plane_without_memory_are_void_and_the_name_is_free(

@@ -79,11 +79,6 @@ def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
             team.sessions[0].submit(RankManifest.from_lengths(0, 0, [[3]]))
 
 
-def test_an_unknown_planner_is_refused(pool_of_four: Cluster) -> None:
-    with fails(rpc.Reason.INVALID_REQUEST, match="planner is 'oracle'"):
-        Team(pool_of_four, 1, SHAPE, placement="pool", planner="oracle")
-
-
 def test_a_wrong_tensor_is_refused(pool_of_four: Cluster) -> None:
     k = torch.zeros(300, 2, 16)
     with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from control_plane.jobs.publication import first_ticks
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.recovery import JobRecovery, StepProgress, is_finished
-from control_plane.jobs.slicing import PlanSlicer
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
-from distca.contract.codec import first_tick_from_bytes
-from tests.support.plan_slices import for_rank
-from tests.unit.control_plane.test_jobs import planned
 
 
 def progress(step: int, *ticks: int, done: bool = False) -> StepProgress:
@@ -161,20 +156,6 @@ def test_rows_of_a_rank_that_has_left_cannot_be_asked_for_again() -> None:
     with pytest.raises(PlanError, match=match):
         first_ticks(shared_step(), [(2, 0), (3, 5), (8, 8)], left)
     assert first_ticks(shared_step(), [(2, 0), (3, 8), (8, 8)], left).tolist() == [2, 3, 8]
-
-
-def test_first_ticks_are_cut_like_the_plan() -> None:
-    plan = planned(3).plan
-    whole = np.arange(plan.manifest.n_documents) + 1
-    for rank in (0, 1):
-        piece = for_rank(plan, rank)
-        slicer = PlanSlicer(plan, "job", first_tick=whole)
-        column = slicer.rank_event(rank).step_planned.first_tick
-        cut = first_tick_from_bytes(column, piece.manifest.n_documents)
-        of_id = dict(zip(plan.manifest.document_id.tolist(), whole.tolist(), strict=True))
-        assert cut.tolist() == [of_id[i] for i in piece.manifest.document_id.tolist()]
-        from_the_beginning = PlanSlicer(plan, "job").rank_event(rank)
-        assert from_the_beginning.step_planned.first_tick == b""
 
 
 def test_quarantine_doubles_with_every_loss_and_ends() -> None:

@@ -66,11 +66,6 @@ def test_page_needs_no_other_file_and_embeds_every_figure(tmp_path: Path) -> Non
     assert "1,234,567 parameters" in html
 
 
-def test_page_escapes_what_comes_from_outside() -> None:
-    html = render_page(replace(example_record(), data="<b>texts</b>"), {})
-    assert "&lt;b&gt;texts&lt;/b&gt;" in html
-
-
 def test_a_stopped_run_with_nothing_measured_still_has_a_report(tmp_path: Path) -> None:
     record = example_record(n_steps=1)
     bare_step = replace(

@@ -7,7 +7,6 @@ import pytest
 
 from control_plane.planner.planning import PlanningServer
 from core_attention.arrays import Float64Array
-from core_attention.errors import PlanError
 from core_attention.plan import Plan
 from tests.service.control_plane.planner.small_plans import (
     LONG,
@@ -78,13 +77,3 @@ def test_where_memory_is_short_a_server_with_rows_left_takes_it() -> None:
     servers = pool_of([4.0, 1.0], [SHORT, 100 * SHORT])
     plan = plan_of(manifest_of([[2 * SHORT, 2 * SHORT]]), servers)
     assert set(plan.forward.server.tolist()) == {1}
-
-
-def test_work_that_no_server_can_hold_is_an_error() -> None:
-    with pytest.raises(PlanError, match="rows short"):
-        plan_of(manifest_of([[2 * SHORT]]), pool_of([1.0, 1.0], [SHORT, SHORT]))
-
-
-def test_work_that_no_server_may_take_is_an_error() -> None:
-    with pytest.raises(PlanError, match="may receive work"):
-        plan_of(manifest_of([[2 * SHORT]]), pool_of([0.0, 0.0]))
