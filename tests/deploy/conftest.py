@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests import ROOT
 from tests.deploy import stand_ins
 from tests.deploy.compose_project import ComposeProject
 from tests.deploy.docker_engine import Docker, docker_engine
+from tests.support.programs import ran
 from tests.unit.deploy.test_compose_files import IMAGES
 
 TAG = "test"
@@ -35,13 +35,8 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clean checkout of this state of the repository holds."""
     folder = tmp_path_factory.mktemp("checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    listed = ran(
+        "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", check=True
     ).stdout
     for name in filter(None, listed.split("\0")):
         source, target = ROOT / name, folder / name

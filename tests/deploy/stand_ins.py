@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 from tests.deploy.docker_engine import Docker, DockerError
+from tests.support.programs import ran
 
 BARE = "distca-test/bare"
 BASE = "distca-test/base"
@@ -71,12 +72,6 @@ def fetch_torch(wheels: Path, constraints: Path) -> None:
     download = ["python3", "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={wheels}"]
     target = ["--python-version=3.11", "--only-binary=:all:"]
     index = ["--retries=1", "--extra-index-url=https://download.pytorch.org/whl/cpu"]
-    done = subprocess.run(
-        [*download, *target, *index, torch],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = ran(*download, *target, *index, torch, timeout=600)
     if done.returncode:
         raise DockerError(f"pip download of {torch} failed:\n{done.stderr[-2000:]}")

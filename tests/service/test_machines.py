@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import ran_python
 
 
 @pytest.mark.parametrize("module", ["attention_node.machine.server", "trainer_client.machine.rank"])
@@ -14,7 +13,5 @@ def test_the_machines_need_no_torch_and_no_grpc(module: str) -> None:
         f"import sys, {module} as _; "
         "print([name for name in ('torch', 'grpc', 'ucxx', 'nixl') if name in sys.modules])"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    found = ran_python(program, check=True)
     assert found.stdout.strip() == "[]"

@@ -15,6 +15,7 @@ import pytest
 from data_plane.transport_facts import NIXL_PACKAGES
 from tests import ROOT
 from tests.support.preloaded import preloaded_modules, run, start
+from tests.support.programs import ran_python
 
 SECONDS = 60.0
 
@@ -72,7 +73,7 @@ def test_signals_reach_it(tmp_path: Path) -> None:
 def test_tests_of_nixl_have_no_other_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NIXL_PACKAGES[0], ModuleType(NIXL_PACKAGES[0]))
     load = f"import {', '.join(preloaded_modules())}, sys; print('ucxx' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    loaded = ran_python(load)
     assert loaded.stdout == "False\n", loaded.stderr
 
 

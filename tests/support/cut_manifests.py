@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from core_attention.manifest import RankManifest, Segment
@@ -18,6 +19,22 @@ def within_nano_batches(n_ranks: int, *lengths: int) -> list[RankManifest]:
     """Every second document over nano-batch 1 of all ranks, the others over nano-batch 0."""
     documents = list(enumerate(lengths))
     return _manifests(_spread(documents[::2], n_ranks), _spread(documents[1::2], n_ranks))
+
+
+def pieces(*ranks: str) -> list[RankManifest]:
+    """Of each rank: its nano-batches between bars, their segments as DOCUMENT:BEGIN-END/LENGTH."""
+    found = re.compile(r"(\d+):(\d+)-(\d+)/(\d+)")
+    manifests = []
+    for rank, nano_batches in enumerate(ranks):
+        segments = [
+            [
+                Segment(document, length, begin, end - begin)
+                for document, begin, end, length in (map(int, each) for each in found.findall(nano))
+            ]
+            for nano in nano_batches.split("|")
+        ]
+        manifests.append(RankManifest(0, rank, segments))
+    return manifests
 
 
 def cut_in_two(lengths: Iterable[int], first_id: int) -> list[list[Segment]]:

@@ -25,6 +25,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.shape import AttentionShape
 from tests import ROOT
+from tests.support.programs import ran
 
 RANKS, TOKENS = 4, 32768
 
@@ -186,9 +187,7 @@ def losses(
         ),
         *options,
     ]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
-    )
+    done = ran(*command, timeout=250)
     assert out.exists(), done.stdout + done.stderr
     found = {
         way["way"]: [step["loss"] for step in way["steps"]]
@@ -292,11 +291,13 @@ def test_what_a_run_wrote_is_shown_and_drawn_again(tmp_path: Path) -> None:
     way = {"way": "pool", "steps": [step], "memory": [], "traces": [], "timeline": [event]}
     written, picture = tmp_path / "out.json", tmp_path / "step.png"
     written.write_text(json.dumps({"plan": asdict(plan), "ways": [way]}))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.end_to_end", f"--from-json={written}",
-         f"--timeline-png={picture}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = ran(
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.end_to_end",
+        f"--from-json={written}",
+        f"--timeline-png={picture}",
+    )
     assert done.returncode == 0, done.stderr
     # 3 ranks with 8 tokens in 2 s, on 4 devices.
     assert "12 │" in done.stdout

@@ -28,6 +28,7 @@ from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_o
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.manifest import Manifest, RankManifest, Segment
 from tests import ROOT
+from tests.support.programs import ran
 
 TOKENS = 128 * 1024
 
@@ -173,9 +174,7 @@ WAYS = (
 def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = (f"--ways={','.join(WAYS)}", "--microbatches=4", "--batches=2", "--verify")
-    done = subprocess.run(
-        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
-    )
+    done = ran(*command(out, *options), timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses and gradients' norms of all ways agree on every batch" in done.stdout
     written = json.loads(out.read_text())
@@ -190,11 +189,13 @@ def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
             if way_of(case["way"]).served:
                 assert min(step["slots"]["measured"]) >= 1.0
     picture = tmp_path / "steps.png"
-    shown = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.pipeline", f"--from-json={out}",
-         f"--timeline-png={picture}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    shown = ran(
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.pipeline",
+        f"--from-json={out}",
+        f"--timeline-png={picture}",
+    )
     assert shown.stdout in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -206,9 +207,7 @@ def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path)
         "--ways=even,idle-aware,idle-aware@1f1b-split", "--microbatches=2", "--batches=2",
         "--cut-documents", "--verify",
     )  # fmt: skip
-    done = subprocess.run(
-        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
-    )
+    done = ran(*command(out, *options), timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text())["plan"]["cuts_documents"] is True
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tests.cluster.chaos.cable import Cable
+from tests.support.programs import ran
 
 COMMAND_SECONDS = 20.0
 CARD = "eth0"
@@ -207,4 +208,4 @@ def network(hosts: Sequence[str], *, slow_cables: Sequence[str] = ()) -> Iterato
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    ran(*command, check=True, timeout=COMMAND_SECONDS)

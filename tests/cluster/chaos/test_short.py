@@ -22,6 +22,7 @@ from tests.cluster.chaos.standstills import BOUND_SECONDS, run
 from tests.nightly.chaos.test_control_plane import kill_and_restart
 from tests.nightly.chaos.test_kills import DRAIN_SECONDS, serving
 from tests.nightly.chaos.test_links import WHY_NOT, cut, on_a_switch
+from tests.support.programs import ran
 
 SETTINGS = JobSettings(steps=80, n_nodes=4)
 
@@ -113,7 +114,7 @@ def checksums_refused(job: Job, node: str) -> float:
         f"import urllib.request as r; print(r.urlopen('http://{address}/metrics').read().decode())"
     )
     command = [*host.prefix, sys.executable, "-c", read]
-    page = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    page = ran(*command, check=True).stdout
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from distca.run_folder import RunFolder
-from tests import ROOT
+from tests.support.programs import ran
 from tests.support.service_harness import running
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,15 +26,17 @@ def train(folder: RunFolder, control_plane: str, *options: str) -> str:
         "--layers=1", "--hidden-size=32", "--heads=4", "--kv-heads=2", "--tokens-per-rank=64",
         "--checkpoint-every=2",
     ]  # fmt: skip
-    ended = subprocess.run(
-        command,
-        env={"PATH": "/usr/bin:/bin", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
-             "HOME": str(folder.root.parent)},
-        capture_output=True,
-        text=True,
+    ended = ran(
+        *command,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(folder.root.parent),
+        },
         timeout=RUN_SECONDS,
-        cwd=ROOT,
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 

@@ -10,6 +10,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.support.programs import ran
 from tests.unit.distca.source_tree import PACKAGES, copy_sources
 
 USER_CODE = """
@@ -50,16 +51,10 @@ def test_a_users_mypy_sees_the_types(wheel: Path, tmp_path: Path) -> None:
     with ZipFile(wheel) as archive:
         archive.extractall(site_packages)
     (tmp_path / "user.py").write_text(USER_CODE)
-    checked = subprocess.run(
-        [
-            *(sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")),
-            *("--python-executable", str(tmp_path / "venv/bin/python"), "user.py"),
-        ],
+    checked = ran(
+        *(sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")),
+        *("--python-executable", str(tmp_path / "venv/bin/python"), "user.py"),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert '"Session" has no attribute "options_of_nobody"' in checked.stdout
     assert 'expression has type "type[SessionOptions]"' in checked.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from core_attention.shape import AttentionShape
 from tests import ROOT
 from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.programs import ran
 
 N_RANKS, N_STEPS = 2, 4
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
@@ -54,10 +54,11 @@ def test_the_example_trains(tmp_path: Path, one_node: Cluster, placement: str) -
     keep_profile(cache, SHAPE)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     watched = ["watched.py", "train.py", one_node.address, placement, str(tmp_path)]
-    run = subprocess.run(
-        [*launch, f"--nproc-per-node={N_RANKS}", *watched],
+    run = ran(
+        *launch,
+        f"--nproc-per-node={N_RANKS}",
+        *watched,
         cwd=tmp_path,
-        # On the CPU also where there are GPUs, perhaps fewer than ranks.
         env={
             **os.environ,
             "HOME": str(tmp_path),
@@ -67,8 +68,6 @@ def test_the_example_trains(tmp_path: Path, one_node: Cluster, placement: str) -
             "DISTCA_CONTROL_PLANE": one_node.address,
             "DISTCA_PLACEMENT": placement,
         },
-        capture_output=True,
-        text=True,
         timeout=DEADLINE_SECONDS,
     )
     assert run.returncode == 0, run.stderr[-4000:]

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from tests import ROOT
+from tests.support.programs import ran
 
 CHART = ROOT / "helm" / "distca"
 TOOLS = Path(os.environ.get("DISTCA_CHART_TOOLS", ROOT / "build" / "chart-tools"))
@@ -39,11 +40,9 @@ def tools_are_there() -> bool:
 
 def helm(*arguments: str, version: str = "old") -> subprocess.CompletedProcess[str]:
     """Runs helm; its folders for caches and settings are left alone."""
-    return subprocess.run(
-        [str(TOOLS / version / "helm"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
+    return ran(
+        str(TOOLS / version / "helm"),
+        *arguments,
         env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
     )
 

@@ -8,7 +8,6 @@ two more there is no package: what the chart uses of their fields is written dow
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import kubernetes_validate
 from jsonschema import Draft7Validator
 
 from tests.deploy.helm.chart import TOOLS, Manifest
+from tests.support.programs import ran
 
 
 def _object(*, required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -196,5 +196,5 @@ def _lost(given: Any, kept: Any, path: str) -> list[str]:
 
 
 def _run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = ran(*command, cwd=folder)
     return "" if done.returncode == 0 else done.stdout + done.stderr

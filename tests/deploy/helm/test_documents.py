@@ -14,6 +14,7 @@ import pytest
 
 from tests import ROOT
 from tests.deploy.helm.chart import TOOLS, VALUE_SETS
+from tests.support.programs import ran
 from tests.support.service_harness import client_of, running
 
 KUBERNETES = ROOT / "docs" / "deploy_kubernetes.md"
@@ -28,12 +29,12 @@ def commands(document: Path) -> list[str]:
 
 def shell(command: str, path: str) -> subprocess.CompletedProcess[str]:
     """Runs ``command`` in the repository's root with ``path`` in front of PATH."""
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
+    return ran(
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        command,
         env={**os.environ, "PATH": f"{path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
     )
 

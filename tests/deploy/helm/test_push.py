@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import yaml
 from tests import ROOT
 from tests.deploy.helm.chart import TOOLS, VERSIONS, containers, helm, pod_specs
 from tests.deploy.registry import PROGRAM, registry_on_loopback
+from tests.support.programs import ran
 
 pytestmark = pytest.mark.skipif(
     shutil.which(PROGRAM) is None, reason=f"needs {PROGRAM} (Debian: apt install {PROGRAM})"
@@ -31,16 +31,10 @@ def registry(tmp_path: Path) -> Iterator[str]:
 def test_the_chart_is_installed_from_where_it_was_pushed(
     registry: str, version: str, tmp_path: Path
 ) -> None:
-    pushed = subprocess.run(
-        [
-            *("make", "--no-print-directory", "push-chart", f"REGISTRY={registry}/ML/"),
-            *(f"HELM={TOOLS / version / 'helm'}", "HELM_PUSH_OPTIONS=--plain-http"),
-            f"RELEASE={tmp_path}/release",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    pushed = ran(
+        *("make", "--no-print-directory", "push-chart", f"REGISTRY={registry}/ML/"),
+        *(f"HELM={TOOLS / version / 'helm'}", "HELM_PUSH_OPTIONS=--plain-http"),
+        f"RELEASE={tmp_path}/release",
     )
     assert pushed.returncode == 0, pushed.stderr
     known = json.loads((tmp_path / "release/chart.json").read_text())

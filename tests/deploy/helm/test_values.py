@@ -4,7 +4,6 @@ is valid for the oldest version of Kubernetes and the newest."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.deploy.helm.custom_resources import (
     is_custom,
 )
 from tests.deploy.helm.test_manifests import KUBERNETES
+from tests.support.programs import ran
 from tools.chart_readme import (
     Value,
     read_values,
@@ -293,12 +293,7 @@ def lookup(values: dict[str, Any], path: str) -> Any:
 
 
 def test_the_readme_is_what_values_yaml_says() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "chart_readme.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ran(sys.executable, str(ROOT / "tools" / "chart_readme.py"), "--check")
     assert done.returncode == 0, done.stderr
 
 

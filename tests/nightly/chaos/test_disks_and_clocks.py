@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.chaos.processes import Job, JobSettings
 from tests.cluster.chaos.scenario import References, disturbed
+from tests.support.programs import ran
 
 SHORT = JobSettings(steps=60, n_nodes=2)
 FAKETIME = importlib.util.find_spec("libfaketime")
@@ -23,11 +24,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-    )
+    mounted = ran("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk))
     if mounted.returncode:
         pytest.skip(f"no file system of its own: {mounted.stderr.strip()}")
     yield disk

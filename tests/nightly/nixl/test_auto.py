@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from ctypes.util import find_library
 from pathlib import Path
@@ -20,6 +18,7 @@ from distca.contract import rpc
 from tests.service.trainer_client.test_parity import make_shape, spanning
 from tests.support.cluster import cluster
 from tests.support.errors import fails
+from tests.support.programs import ran_python
 from tests.support.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
 from tests.support.team import Team
 
@@ -64,17 +63,13 @@ def test_the_transports_of_a_machine_with_rdma_core_end_well() -> None:
         "maps = open('/proc/self/maps').read()\n"
         "print('libuct_ib_mlx5' in maps, 'libuct_ib_efa' in maps)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = ran_python(program, check=True)
     assert done.stdout.split() == ["True", "False"]
 
 
 def test_what_carries_infiniband_and_roce_resolves() -> None:
     """All of it comes with the wheel; the module for EFA wants rdma-core."""
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING_LIBRARIES], capture_output=True, text=True, check=True
-    )
+    done = ran_python(MISSING_LIBRARIES, check=True)
     missing = json.loads(done.stdout)
     assert {name: missing[name] for name in RDMA_MODULES} == {name: [] for name in RDMA_MODULES}
     assert missing["libuct_ib_efa"] in (["libefa.so.1"], [])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.errors import fails
+from tests.support.programs import ran_python
 from tests.support.team import Team
 
 EXIT_SECONDS = 20.0
@@ -285,9 +284,7 @@ from tests.support.cluster import NODE_SHAPE
 run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host="127.0.0.1",
     data_port={port}, profile_dir=Path({str(running.folder)!r}), profile_shapes=(NODE_SHAPE,)))
 """
-        ended = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=60, text=True, check=False
-        )
+        ended = ran_python(code)
     assert ended.returncode != 0
     assert str(port) in ended.stderr.splitlines()[-1]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import numba
 import pytest
 
 from control_plane.planner import compiled
-from tests import ROOT
+from tests.support.programs import ran_python
 
 CONFIG: Any = numba.config
 
@@ -82,14 +80,7 @@ print(json.dumps([name for name in now if now[name] != before.get(name, 0)]))
 
 def test_a_step_compiles_nothing_that_was_not_prepared() -> None:
     """It takes a minute, in which the control plane would answer nobody."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILED_AFTER_PREPARING],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = ran_python(_COMPILED_AFTER_PREPARING, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
 
@@ -104,13 +95,9 @@ print(compiled.cache_folder(), compiled.has_cache(), compiled.temporary_cache(),
 
 
 def test_without_a_folder_of_its_own_a_temporary_one_is_used() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_FOLDER],
-        cwd=ROOT,
+    done = ran_python(
+        _WITHOUT_FOLDER,
         env={name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"},
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
     )
     folder, has_cache, why = done.stdout.strip().split("|")
@@ -125,15 +112,7 @@ def test_code_that_is_not_in_the_cache_is_not_compiled(tmp_path: Path) -> None:
         "from control_plane.planner.planners import PLANNERS, load; "
         "print(load(PLANNERS['balanced']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = ran_python(program, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, check=True)
     assert done.stdout.split() == ["False"]
     assert not list(tmp_path.rglob("*.nbi"))
 

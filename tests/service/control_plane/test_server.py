@@ -34,6 +34,7 @@ from distca.contract.addresses import split_address
 from distca.contract.settings import TlsFiles
 from distca.machine_errors import ListenError, PathError, SecretError
 from tests import ROOT
+from tests.support.programs import ran_python
 from tests.support.service_harness import (
     client_of,
     rotating_plan,
@@ -132,15 +133,7 @@ try:
 except OSError as error:
     print(type(error).__name__, error.field, error.errno)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        errors="replace",  # gRPC prints bytes that are no text
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    done = ran_python(code, errors="replace", timeout=DEADLINE_SECONDS)
     assert done.stdout.split() == ["ListenError", name, str(errno.EMFILE)], done.stderr
 
 

@@ -17,6 +17,7 @@ from core_attention import host_compiler
 from core_attention.host_compiler import CPP, C, compiler_trouble
 from core_attention.kernels.launcher import LauncherError, require_launcher
 from distca.cli import main
+from tests.support.programs import ran
 
 SHAPE = "8:2:64:bfloat16"
 
@@ -136,13 +137,7 @@ def hidden_compilers(tmp_path: Path, *, hide: bool) -> dict[str, str]:
 
 
 def distca(*arguments: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "distca", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environ,
-    )
+    return ran(sys.executable, "-m", "distca", *arguments, timeout=280, env=environ)
 
 
 @pytest.mark.gpu

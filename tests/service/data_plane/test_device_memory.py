@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.device_memory import allocate
+from tests.support.programs import ran_python
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,11 +46,9 @@ def free_bytes() -> int:
 @pytest.mark.parametrize(("setting", "theirs"), [("True", False), ("False", True)])
 def test_buffers_can_be_exported_whatever_pytorch_is_told(setting: str, theirs: bool) -> None:
     """The second value shows that the first is not true of any memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORTED],
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{setting}"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = ran_python(
+        EXPORTED, env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{setting}"}
+    )
     assert done.stdout.split() == ["True", str(theirs)], done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from data_plane.transport import TransportName
 from data_plane.transport_choice import choose_transport, named_transport, obstacles
 from data_plane.transport_facts import TransportFacts, transport_facts, ucx_modules
 from data_plane.ucxx.settings import UcxxSettings
+from tests.support.programs import ran_python
 from tests.support.rdma_machine import add_rdma_device
 
 UCXX, NIXL = TransportName.UCXX, TransportName.NIXL
@@ -101,9 +101,7 @@ def test_the_ucx_of_ucxx_is_asked_in_a_process_of_its_own(monkeypatch: pytest.Mo
         "from data_plane.transport_facts import ucx_modules; modules = ucx_modules()\n"
         "print(sorted(modules), 'libucs' in open('/proc/self/maps').read())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = ran_python(ask, check=True)
     assert done.stdout.strip() == "['cma', 'cuda'] False", "the wheel of ucxx has no verbs"
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import tomllib
 
 import pytest
 import yaml
 
 from tests import ROOT
+from tests.support.programs import ran
 from tests.unit.deploy.test_compose_files import IMAGES
 
 VERSION = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
@@ -16,13 +16,12 @@ VERSION = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["v
 
 def image_names(*arguments: str) -> list[str]:
     """What `make images` calls them, without settings of this shell's."""
-    done = subprocess.run(
-        ["make", "--no-print-directory", "image-names", *arguments],
-        cwd=ROOT,
+    done = ran(
+        "make",
+        "--no-print-directory",
+        "image-names",
+        *arguments,
         env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
     )
     return done.stdout.split()

@@ -12,6 +12,7 @@ import pytest
 from core_attention.schedule import read_csv
 from core_attention.schedule_orders import SCHEDULES, zero_bubble
 from tests.support import preloaded
+from tests.support.programs import ran, ran_python
 
 COMMANDS = (
     "control-plane",
@@ -37,14 +38,14 @@ def distca(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
     command = [sys.executable, "-c", preloaded.DISTCA, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    shown = ran(*command)
     assert shown.returncode == 0
     assert all(f" {command} " in shown.stdout for command in COMMANDS)
     code = (
         "import sys, distca.cli; heavy = {'torch', 'transformers', 'grpc', 'matplotlib', 'numba',"
         " 'pyarrow', 'ucxx'} & set(sys.modules); sys.exit(', '.join(heavy))"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    loaded = ran_python(code)
     assert loaded.stderr.strip() == ""
 
 

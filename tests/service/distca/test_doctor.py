@@ -24,8 +24,8 @@ from distca.apps.doctor.surroundings import Surroundings
 from distca.contract.identity import Identity, Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.settings import TlsFiles
-from tests import ROOT
 from tests.support import preloaded
+from tests.support.programs import ran
 from tests.support.service_harness import client_of, running
 
 PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
@@ -35,12 +35,12 @@ LIFETIME = timedelta(days=30)
 
 def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the real command in a process of its own, where it alone loads UCX."""
-    return subprocess.run(
-        [sys.executable, "-m", "distca", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
+    return ran(
+        sys.executable,
+        "-m",
+        "distca",
+        "doctor",
+        *arguments,
         env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1", **environ},
     )
 

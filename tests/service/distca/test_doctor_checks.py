@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.doctor.transport_checks import judge_self_test, judge_transport
 from distca.apps.top.snapshot import Snapshot
 from tests.service.distca.test_top import server_view
+from tests.support.programs import ran_python
 from tests.support.rdma_machine import add_rdma_device
 
 PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
@@ -271,9 +270,7 @@ for rdma in (False, True):
 class TestMemlock:
     def test_a_low_limit_fails_where_rdma_is_used(self) -> None:
         """In a process of its own: a limit that was lowered cannot be raised again."""
-        done = subprocess.run(
-            [sys.executable, "-c", MEMLOCK], capture_output=True, text=True, timeout=60
-        )
+        done = ran_python(MEMLOCK)
         tcp, rdma = done.stdout.splitlines()
         assert tcp == "pass 64 KiB; only RDMA needs more | "
         assert rdma.startswith("fail only 64 KiB may be locked")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from distca.process.monitoring import Health, MetricsEndpoint
 from tests import ROOT
+from tests.support.programs import ran
 
 PROGRAMS = re.findall(
     r'^(?:RUN| *) /opt/distca/bin/python -c "([^"]+)"',
@@ -40,13 +41,11 @@ class Process:
 
     def is_ready(self) -> tuple[bool, str]:
         """What the health check of its image finds, and says."""
-        done = subprocess.run(
-            [ROOT / "docker" / "ready.sh", str(self.endpoint.port)],
+        done = ran(
+            ROOT / "docker" / "ready.sh",
+            str(self.endpoint.port),
             env={"PATH": "/usr/bin:/bin", "HOSTNAME": "127.0.0.1"},
-            capture_output=True,
-            text=True,
             timeout=20,
-            check=False,
         )
         return done.returncode == 0, done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distca.process.interrupt import let_sigterm_end_process_1
+from tests.support.programs import ran, ran_python
 
 START_SECONDS = 8.0
 """A service handles signals by then; one that is still loading must ignore them just so."""
@@ -55,9 +56,7 @@ with ending_at_once():
     for _ in range(20):  # the signal interrupts a sleep
         ctypes.CDLL(None).sleep(20)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False
-    )
+    done = ran_python(code, timeout=15)
     assert (done.returncode, done.stdout, done.stderr) == (130, "as before\n", "Interrupted.\n")
 
 
@@ -66,13 +65,7 @@ IGNORING = ("sh", "-c", """trap '' INT HUP; exec "$0" "$@" """)
 
 
 def ignoring(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*IGNORING, sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return ran(*IGNORING, sys.executable, *arguments, timeout=timeout)
 
 
 @pytest.mark.parametrize("what", ["StopRequest()", "ending_at_once()"])

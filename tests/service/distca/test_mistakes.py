@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from distca import cli
 from distca.apps.local.process import LocalProcess
 from distca.shown_errors import EXTRAS, shown_error
 from tests import ROOT
+from tests.support.programs import ran_python
 
 NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32")
 WIDE = (*NODE[:2], "--shape=128:1:1024:float32")
@@ -131,14 +131,9 @@ def test_commands_say_which_extra_they_need() -> None:
     train = ["train", "--control-plane=a:1", "--run-dir=/tmp/none", "--rendezvous=file:///tmp/none"]
     commands = [list(NODE), train, ["profile", "--shape=1:1:8:float32"], ["doctor"]]
     program = _WITHOUT_PACKAGES.format(missing=sorted(EXTRAS), commands=commands)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
+    done = ran_python(
+        program,
         env={"RANK": "0", "WORLD_SIZE": "1", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     messages = [
         line for line in done.stderr.splitlines() if line.startswith("MissingPackageError: ")
@@ -154,15 +149,7 @@ def test_a_local_run_names_all_that_is_missing_before_it_makes_a_folder(tmp_path
     program = _WITHOUT_PACKAGES.format(
         missing=sorted(EXTRAS), commands=[["local", f"--runs-dir={runs}", "--transport=ucxx"]]
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = ran_python(program, env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"})
     assert done.stderr.splitlines() == [
         "MissingPackageError: distca local needs the packages greenlet, jinja2, matplotlib, "
         "psutil, pyarrow, torch, transformers, ucxx, which are not installed: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pytest
 from tests.service.fuzz.harness import Broken, run
 from tests.service.fuzz.mutation import mutated, mutated_bytes
 from tests.service.fuzz.targets import TARGETS
+from tests.support.programs import ran
 
 COUNT = int(os.environ.get("DISTCA_FUZZ_COUNT", "5000"))
 SEED = os.environ.get("DISTCA_FUZZ_SEED", "1")
@@ -24,7 +24,7 @@ SECONDS = 120 + COUNT / 300
 @pytest.mark.timeout(SECONDS + 30)
 def test_malformed_inputs_break_nothing() -> None:
     command = [sys.executable, "-m", "tests.service.fuzz", "--count", str(COUNT), "--seed", SEED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = ran(*command, timeout=SECONDS)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "nothing broke" in done.stdout

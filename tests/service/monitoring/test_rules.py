@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 
 from tests import ROOT
 from tests.service.monitoring.rules import FOLDER, known_series, rules
+from tests.support.programs import ran
 from tests.unit.monitoring.promql import labels_of
 
 DOCS = ROOT / "docs"
@@ -95,7 +95,5 @@ def test_what_stops_a_job_is_told_within_two_minutes(name: str) -> None:
     ids=["check", "test"],
 )
 def test_promtool_agrees(arguments: list[str]) -> None:
-    ended = subprocess.run(
-        ["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = ran("promtool", *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr

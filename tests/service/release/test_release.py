@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.support.programs import ran
 from tools import release
 from tools.check_wheels import pinned
 from tools.release import ReleaseError, check_versions, references, versions
@@ -74,13 +74,7 @@ def test_a_tag_of_another_form_is_refused(root: Path, tag: str) -> None:
 
 
 def test_make_release_check_fails_and_says_why() -> None:
-    done = subprocess.run(
-        ["make", "--no-print-directory", "release-check", "TAG=v9.9.9"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ran("make", "--no-print-directory", "release-check", "TAG=v9.9.9")
     assert done.returncode != 0
     assert f"pyproject.toml says {VERSION}" in done.stderr
 

@@ -16,7 +16,7 @@ from core_attention.ca_task import MaskKind
 from core_attention.manifest import RankManifest, Segment
 from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
 from tests.support.cluster import Cluster
-from tests.support.cut_manifests import in_halves
+from tests.support.cut_manifests import in_halves, pieces
 from tests.support.team import Layer, Team
 from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
 from trainer_client.turns.manifests import manifest_of_forward
@@ -24,47 +24,15 @@ from trainer_client.turns.manifests import manifest_of_forward
 TWO_RANKS = {
     "one document": in_halves(2, 601),
     "of four tokens": in_halves(2, 4),
-    "cut after its first token": [
-        RankManifest(0, 0, ((Segment(1, 300, 0, 1),), (Segment(1, 300, 1, 150),))),
-        RankManifest(0, 1, ((Segment(2, 5, 0, 5),), (Segment(1, 300, 151, 149),))),
-    ],
-    "cut before its last token": [
-        RankManifest(0, 0, ((Segment(1, 300, 0, 150),), (Segment(1, 300, 299, 1),))),
-        RankManifest(0, 1, ((Segment(1, 300, 150, 149),), (Segment(2, 5, 0, 5),))),
-    ],
-    "each rank cuts one of its own": [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(1, 3, 0, 3), Segment(2, 200, 0, 97)),
-                (Segment(2, 200, 97, 103), Segment(3, 64, 0, 64)),
-            ),
-        ),
-        RankManifest(
-            0,
-            1,
-            ((Segment(4, 129, 0, 128),), (Segment(5, 7, 0, 7), Segment(4, 129, 128, 1))),
-        ),
-    ],
-    "many cut documents, in any order": [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(9, 50, 0, 20), Segment(2, 31, 0, 30), Segment(4, 90, 0, 40)),
-                (Segment(4, 90, 61, 29), Segment(9, 50, 33, 17), Segment(1, 1, 0, 1)),
-            ),
-        ),
-        RankManifest(
-            0,
-            1,
-            (
-                (Segment(4, 90, 40, 10), Segment(9, 50, 20, 5)),
-                (Segment(9, 50, 25, 8), Segment(2, 31, 30, 1), Segment(4, 90, 50, 11)),
-            ),
-        ),
-    ],
+    "cut after its first token": pieces("1:0-1/300 | 1:1-151/300", "2:0-5/5 | 1:151-300/300"),
+    "cut before its last token": pieces("1:0-150/300 | 1:299-300/300", "1:150-299/300 | 2:0-5/5"),
+    "each rank cuts one of its own": pieces(
+        "1:0-3/3 2:0-97/200 | 2:97-200/200 3:0-64/64", "4:0-128/129 | 5:0-7/7 4:128-129/129"
+    ),
+    "many cut documents, in any order": pieces(
+        "9:0-20/50 2:0-30/31 4:0-40/90 | 4:61-90/90 9:33-50/50 1:0-1/1",
+        "4:40-50/90 9:20-25/50 | 9:25-33/50 2:30-31/31 4:50-61/90",
+    ),
     "many tiny documents": in_halves(2, *[1, 2, 3, 1, 5] * 40, 64, *[2, 1] * 50),
 }
 

@@ -19,7 +19,7 @@ from tests.cluster.trainer_client.rank_process import run_ranks
 from tests.service.trainer_client.test_cut_documents import rank_manifests
 from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
-from tests.support.cut_manifests import in_halves
+from tests.support.cut_manifests import in_halves, pieces
 from tests.support.team import Layer, Team, compare
 from trainer_client import Session
 from trainer_client.errors import CoreAttentionFailed
@@ -46,30 +46,15 @@ THREE_RANKS = {
     "one token more": in_halves(3, 6 * WINDOW + 6),
     "among others": in_halves(3, 40, 3, 120, 2, 1, 300, 7),
     "many tiny documents": in_halves(3, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
-    "against the order of ranks": [
-        RankManifest(0, 0, ((Segment(1, 90, 60, 30),), (Segment(2, 50, 33, 17),))),
-        RankManifest(0, 1, ((Segment(1, 90, 30, 30),), (Segment(2, 50, 10, 23),))),
-        RankManifest(0, 2, ((Segment(1, 90, 0, 30),), (Segment(2, 50, 0, 10),))),
-    ],
-    "in pieces anywhere": [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(9, 80, 20, 5), Segment(2, 31, 0, 10), Segment(9, 80, 0, 10)),
-                (Segment(9, 80, 70, 10), Segment(2, 31, 30, 1)),
-            ),
-        ),
-        RankManifest(
-            0, 1, ((Segment(9, 80, 10, 10),), (Segment(9, 80, 40, 7), Segment(2, 31, 10, 20)))
-        ),
-        RankManifest(0, 2, ((Segment(9, 80, 25, 15),), (Segment(9, 80, 47, 23),))),
-    ],
-    "ranks without rows": [
-        RankManifest(0, 0, ((Segment(1, 90, 0, 50),), ())),
-        RankManifest(0, 1, ((), ())),
-        RankManifest(0, 2, ((Segment(1, 90, 50, 40),), ())),
-    ],
+    "against the order of ranks": pieces(
+        "1:60-90/90 | 2:33-50/50", "1:30-60/90 | 2:10-33/50", "1:0-30/90 | 2:0-10/50"
+    ),
+    "in pieces anywhere": pieces(
+        "9:20-25/80 2:0-10/31 9:0-10/80 | 9:70-80/80 2:30-31/31",
+        "9:10-20/80 | 9:40-47/80 2:10-30/31",
+        "9:25-40/80 | 9:47-70/80",
+    ),
+    "ranks without rows": pieces("1:0-50/90 |", "|", "1:50-90/90 |"),
 }
 
 

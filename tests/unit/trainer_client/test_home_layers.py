@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest, RankManifest, Segment
 from tests.service.trainer_client.test_parity import make_shape
-from tests.support.cut_manifests import in_halves
+from tests.support.cut_manifests import in_halves, pieces
 from tests.support.team import Layer, Layers, Rows, compare, computed_rows, random_rows
 from trainer_client import SessionError
 from trainer_client.step.lane import current_step, in_nano_batch
@@ -39,27 +39,11 @@ ONE_RANK = {
     "one more": in_halves(1, 2 * WINDOW + 2),
     "long": in_halves(1, 301),
     "among others": in_halves(1, 40, 3, 120, 2, 1),
-    "cut after its first token": [
-        RankManifest(0, 0, ((Segment(1, 90, 0, 1),), (Segment(1, 90, 1, 89), Segment(2, 3, 0, 3))))
-    ],
-    "cut before its last token": [
-        RankManifest(0, 0, ((Segment(1, 90, 0, 89),), (Segment(2, 3, 0, 3), Segment(1, 90, 89, 1))))
-    ],
-    "many, in pieces and in any order": [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(9, 50, 20, 5), Segment(2, 31, 0, 30), Segment(9, 50, 0, 20)),
-                (
-                    Segment(9, 50, 33, 17),
-                    Segment(2, 31, 30, 1),
-                    Segment(1, 1, 0, 1),
-                    Segment(9, 50, 25, 8),
-                ),
-            ),
-        )
-    ],
+    "cut after its first token": pieces("1:0-1/90 | 1:1-90/90 2:0-3/3"),
+    "cut before its last token": pieces("1:0-89/90 | 2:0-3/3 1:89-90/90"),
+    "many, in pieces and in any order": pieces(
+        "9:20-25/50 2:0-30/31 9:0-20/50 | 9:33-50/50 2:30-31/31 1:0-1/1 9:25-33/50"
+    ),
     "pieces shorter than the window": [
         RankManifest(
             0,
@@ -151,10 +135,7 @@ def test_documents_in_both_nano_batches_match_the_reference(case: str, checkpoin
 
 def test_pieces_of_a_rank_need_nothing_of_those_that_chunks_part_from_them() -> None:
     """Document 1 is over two ranks, cut at chunks between them and anywhere within each."""
-    manifests = [
-        RankManifest(0, 0, ((Segment(1, 100, 0, 17), Segment(1, 100, 17, 15)), ())),
-        RankManifest(0, 1, ((Segment(1, 100, 50, 50), Segment(1, 100, 32, 18)), ())),
-    ]
+    manifests = pieces("1:0-17/100 1:17-32/100 |", "1:50-100/100 1:32-50/100 |")
     Steps(manifests, [Layer(chunk=16), Layer(chunk=32)]).check()
 
 
