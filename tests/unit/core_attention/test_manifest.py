@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import Manifest, RankManifest, Segment
+from tests.support.cut_manifests import pieces
 from tests.support.plan_slices import restrict
 from tests.support.strategies import manifests, rank_manifests
 
@@ -84,76 +85,26 @@ def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
             r"disagree on the number of nano-batches: \[1, 2\]",
         ),
         ([rank_zero()], 1, "no rank holds a segment"),
-        ([rank_zero(Segment(1, 0, 0, 0))], 1, "document 1 has length 0"),
-        ([rank_zero(Segment(1, 2**31, 0, 2**31))], 1, "document 1 has length 2147483648"),
+        (pieces("1:0-0/0"), 1, "document 1 has length 0"),
+        (pieces(f"1:0-{2**31}/{2**31}"), 1, "document 1 has length 2147483648"),
         (
-            [rank_zero(Segment(3, 2, 0, 2), Segment(3, 2, 2, 0))],
+            pieces("3:0-2/2 3:2-2/2"),
             1,
             "document 3: the segment at offset 2 on rank 0 has length 0",
         ),
-        (
-            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 3, 1))],
-            1,
-            "document 3: the segment at offset 3 .* leaves a gap .* end at 2",
-        ),
-        (
-            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 1, 3))],
-            1,
-            "document 3: the segment at offset 1 .* overlaps .* end at 2",
-        ),
-        ([rank_zero(Segment(3, 4, 1, 3))], 1, "document 3: the segment at offset 1 .* gap"),
-        ([rank_zero(Segment(3, 4, 0, 3))], 1, "document 3: its segments end at 3, its length is 4"),
-        (
-            [rank_zero(Segment(3, 2, 0, 1), Segment(3, 3, 1, 1))],
-            1,
-            "document 3: rank 0 gives its length as 3, another segment as 2",
-        ),
-        (
-            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
-            1,
-            r"document 3 appears in nano-batches \[0, 1\]",
-        ),
-        (
-            [RankManifest(5, 0, ((), (Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
-            1,
-            r"document 3 appears in nano-batches \[1, 2\]",
-        ),
-        (
-            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (), (), (Segment(3, 2, 1, 1),)))],
-            1,
-            r"document 3 appears in nano-batches \[0, 3\]",
-        ),
-        (
-            [
-                RankManifest(5, 0, ((), (), (Segment(3, 2, 0, 1),), ())),
-                RankManifest(5, 1, ((), (), (), (Segment(3, 2, 1, 1),))),
-            ],
-            2,
-            "document 3 goes on in nano-batch 3, .* rank 0 has no rows in nano-batch 3",
-        ),
-        (
-            [RankManifest(5, 0, ((Segment(3, 2, 1, 1),), (Segment(3, 2, 0, 1),)))],
-            1,
-            "document 3: the segment at offset 1 .* nano-batch 0. leaves a gap",
-        ),
-        (
-            [RankManifest(5, 0, ((Segment(3, 2, 0, 2),), (Segment(3, 2, 0, 2),)))],
-            1,
-            "document 3: the segment at offset 0 .* nano-batch 1. overlaps .* end at 2",
-        ),
-        (
-            [RankManifest(5, 0, ((Segment(3, 3, 0, 1),), (Segment(3, 3, 1, 1),)))],
-            1,
-            "document 3: its segments end at 2, its length is 3",
-        ),
-        (
-            [
-                RankManifest(5, 0, ((Segment(3, 2, 0, 1),), ())),
-                RankManifest(5, 1, ((Segment(4, 1, 0, 1),), (Segment(3, 2, 1, 1),))),
-            ],
-            2,
-            "document 3 goes on in nano-batch 1, .* rank 0 has no rows in nano-batch 1",
-        ),
+        (pieces("3:0-2/4 3:3-4/4"), 1, "the segment at offset 3 .* leaves a gap .* end at 2"),
+        (pieces("3:0-2/4 3:1-4/4"), 1, "the segment at offset 1 .* overlaps .* end at 2"),
+        (pieces("3:1-4/4"), 1, "document 3: the segment at offset 1 .* gap"),
+        (pieces("3:0-3/4"), 1, "document 3: its segments end at 3, its length is 4"),
+        (pieces("3:0-1/2 3:1-2/3"), 1, "rank 0 gives its length as 3, another segment as 2"),
+        (pieces("3:0-1/2 | 3:1-2/2 |"), 1, r"document 3 appears in nano-batches \[0, 1\]"),
+        (pieces("| 3:0-1/2 | 3:1-2/2 |"), 1, r"document 3 appears in nano-batches \[1, 2\]"),
+        (pieces("3:0-1/2 | | | 3:1-2/2"), 1, r"document 3 appears in nano-batches \[0, 3\]"),
+        (pieces("| | 3:0-1/2 |", "| | | 3:1-2/2"), 2, "goes on in nano-batch 3, .* rank 0 has no"),
+        (pieces("3:1-2/2 | 3:0-1/2"), 1, "segment at offset 1 .* nano-batch 0. leaves a gap"),
+        (pieces("3:0-2/2 | 3:0-2/2"), 1, "at offset 0 .* nano-batch 1. overlaps .* end at 2"),
+        (pieces("3:0-1/3 | 3:1-2/3"), 1, "document 3: its segments end at 2, its length is 3"),
+        (pieces("3:0-1/2 |", "4:0-1/1 | 3:1-2/2"), 2, "goes on in nano-batch 1, .* rank 0 has no"),
     ],
 )
 def test_a_broken_invariant_is_an_error_that_names_it(
@@ -250,17 +201,7 @@ def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
 
 def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
     """Document 7 has 5 + 4 tokens in nano-batch 0 and 3 + 2 in nano-batch 1, of ranks 0 and 1."""
-    ranks = [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(2, 2, 0, 2), Segment(7, 14, 0, 5)),
-                (Segment(9, 1, 0, 1), Segment(7, 14, 9, 3)),
-            ),
-        ),
-        RankManifest(0, 1, ((Segment(7, 14, 5, 4),), (Segment(7, 14, 12, 2),))),
-    ]
+    ranks = pieces("2:0-2/2 7:0-5/14 | 9:0-1/1 7:9-12/14", "7:5-9/14 | 7:12-14/14")
     manifest = Manifest.merge(ranks, 2)
     assert manifest.document_id.tolist() == [2, 7, 7, 9]
     assert manifest.document_length.tolist() == [2, 9, 14, 1]
@@ -279,28 +220,10 @@ def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
 
 def test_every_pair_of_nano_batches_cuts_documents_of_its_own() -> None:
     """Document 7 is in nano-batches 0 and 1, document 8 in 2 and 3, both of two ranks."""
-    ranks = [
-        RankManifest(
-            0,
-            0,
-            (
-                (Segment(7, 9, 0, 3),),
-                (Segment(7, 9, 5, 2), Segment(9, 1, 0, 1)),
-                (Segment(8, 6, 0, 1),),
-                (Segment(8, 6, 4, 2),),
-            ),
-        ),
-        RankManifest(
-            0,
-            1,
-            (
-                (Segment(7, 9, 3, 2),),
-                (Segment(7, 9, 7, 2),),
-                (Segment(8, 6, 1, 3),),
-                (Segment(10, 4, 0, 4),),
-            ),
-        ),
-    ]
+    ranks = pieces(
+        "7:0-3/9 | 7:5-7/9 9:0-1/1 | 8:0-1/6 | 8:4-6/6",
+        "7:3-5/9 | 7:7-9/9 | 8:1-4/6 | 10:0-4/4",
+    )
     manifest = Manifest.merge(ranks, 2)
     assert manifest.document_id.tolist() == [7, 7, 9, 8, 8, 10]
     assert manifest.document_length.tolist() == [5, 9, 1, 4, 6, 4]
@@ -331,7 +254,7 @@ def test_carried_keys_are_those_of_the_first_part(manifest: Manifest) -> None:
 
 
 def test_carried_keys_without_a_first_part_are_refused() -> None:
-    cut = Manifest.merge([RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),)))], 1)
+    cut = Manifest.merge(pieces("3:0-1/2 | 3:1-2/2"), 1)
     second = restrict(cut, np.array([1]))
     with pytest.raises(ManifestError, match="document 3 carries 1 keys into nano-batch 1"):
         replace(second, whole=True)
