@@ -25,19 +25,17 @@ from distca.contract.timeouts import (
     known_timeouts,
 )
 from tests import ROOT
+from tests.unit.distca.source_tree import parsed_sources
 
 DEFAULTS = {name: each.seconds for name, each in TIMEOUTS.items()}
 
 
-LIBRARY = ("attention_node", "control_plane", "distca", "trainer_client")
+LIBRARY = ("attention_node/", "control_plane/", "distca/", "trainer_client/")
 """The packages that stand above the table."""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in LIBRARY:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.parent.name != "v1":
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    yield from ((name, tree) for name, tree in parsed_sources() if name.startswith(LIBRARY))
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
