@@ -191,7 +191,7 @@ def test_news_that_come_before_the_peers_own_close_nothing_in_its_name(
     watched.attacker.put(watched.wire(2, 0), news + bytes(17))
     eventually(lambda: watched.at_server.closed)
     assert type(watched.at_server.error) is PeerLost
-    assert offer.state is TransferState.FAILED
+    eventually(lambda: offer.state is TransferState.FAILED)
 
 
 @pytest.mark.parametrize("nbytes", [64, 2**20])
