@@ -147,7 +147,7 @@ class _Option:
 
     @property
     def flag(self) -> str:
-        """The option's positive spelling, for example ``--span-ranks``."""
+        """The option's positive spelling, for example ``--one-host``."""
         for extra in self.extras:
             if isinstance(extra, OptionInfo):
                 for declared in (extra.default, *(extra.param_decls or ())):

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -59,6 +60,7 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _SERVING_CHECK_SECONDS = 1e-3
+_REPORTS = 8
 _DEVICE_SECONDS = 1.0
 """How long to wait for the GPU to finish a step that the host thread has already left."""
 
@@ -163,6 +165,8 @@ class Session:
         self._entered: int | None = None
         self._open: set[int] = set()
         self._unreported: dict[int, RunningStep] = {}
+        self.reports: deque[StepReport] = deque(maxlen=_REPORTS)
+        """Those of the last steps that have ended, oldest first."""
         self._closed = False
         try:
             self._in_place = self._make_server()
@@ -556,7 +560,9 @@ class Session:
             replayed_ticks=running.replayed_ticks,
             recovery_seconds=running.recovery_seconds,
             edge_wait_seconds=running.edge_wait_seconds,
+            trace=running.trace,
         )
+        self.reports.append(running.report)
         tracing.record(
             "distca.step",
             self.job_id,

@@ -27,6 +27,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +58,6 @@ from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from core_attention.schedule_orders import SCHEDULES
 from distca.apps.local.supervisor import Supervisor
-from distca.apps.train.device import prefer_many_queues
 
 _POLL_SECONDS = 0.5
 _STUCK_SECONDS = 45.0
@@ -324,7 +324,9 @@ def run_rank(
     launch_in_time(rank)
     on_gpu = plan.device == "cuda"
     if on_gpu:
-        prefer_many_queues()
+        # Streams share 8 hardware queues by default, and what comes behind a receive of NCCL waits
+        # for its sender: which waits, in turn, for a server whose stream may be in the same queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     else:
         torch.set_num_threads(1)
     rendezvous = folder / f"rendezvous-{attempt}"

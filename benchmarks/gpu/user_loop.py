@@ -44,14 +44,14 @@ import trainer_client.models.transformers
 from benchmarks.gpu.end_to_end import headroom, start_control_plane, start_nodes
 from benchmarks.gpu.training import attention, batches, methods
 from benchmarks.gpu.training.batches import Batch, draw_batch
+from benchmarks.gpu.training.layers import LanguageModel
+from benchmarks.gpu.training.loss import IGNORED_LABEL
 from benchmarks.gpu.training.stack import InTurn, ModelShape
 from benchmarks.gpu.training.stopwatch import Stopwatch
 from benchmarks.rank_group import RankGroup, begin_rank
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
-from distca.apps.data.batch import IGNORED_LABEL
 from distca.apps.local.supervisor import Supervisor
-from distca.apps.train.language_model import LanguageModel
 from trainer_client import Placement, Session, SessionOptions
 from trainer_client.step.ping_pong import PingPong
 

@@ -60,6 +60,7 @@ class StepReport:
         recovery_seconds: wall seconds without a plan in force, all recoveries together.
         edge_wait_seconds: of ``step_seconds``, in which the rank's thread was blocked on edge keys
             of layers at home, or on their gradients, from other ranks.
+        trace: what took time in it.
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepReport:
     replayed_ticks: int = 0
     recovery_seconds: float = 0.0
     edge_wait_seconds: float = 0.0
+    trace: Sequence[TraceEvent] = ()
 
 
 @dataclass(frozen=True, eq=False)

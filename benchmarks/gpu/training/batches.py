@@ -12,13 +12,13 @@ from itertools import chain
 import numpy as np
 import torch
 
+from benchmarks.gpu.training.loss import IGNORED_LABEL
 from control_plane.planner.homes import plan_homes
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import PlanServer
-from distca.apps.data.batch import IGNORED_LABEL, TokenBatch
 from distca.apps.simulator.lengths import sample_lengths
 from distca.apps.simulator.packing import take_steps
 
@@ -28,6 +28,21 @@ ONE_DOCUMENT = "one-document"
 
 class CannotRun(ValueError):
     """A way of spreading core attention cannot run a batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Packed rows of documents.
+
+    Attributes:
+        input_ids: ``[1, n_tokens]`` int64.
+        position_ids: ``[1, n_tokens]`` int64, positions in the document.
+        labels: ``[1, n_tokens]`` int64, the document's next token; IGNORED_LABEL at its end.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.training import attention, batches
 from benchmarks.gpu.training.batches import Batch, CannotRun
+from benchmarks.gpu.training.layers import checkpoint_layers, compile_layers
 from benchmarks.gpu.training.methods import (
     RankSettings,
     keep_profile,
@@ -42,8 +43,6 @@ from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
 from distca.apps.report.measurements import StepMeasurements
-from distca.apps.train.layers import checkpoint_layers, compile_layers
-from distca.apps.train.ranks import sum_over_ranks
 from distca.contract.rpc import Reason, RpcError
 from trainer_client import (
     Pipeline,
@@ -502,7 +501,8 @@ class PipelineWay:
         parameters = [p for group in self._built.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         own = nn.utils.get_total_norm(gradients)
-        (squares,) = sum_over_ranks(float(own) ** 2)
+        squares = torch.tensor(float(own) ** 2, dtype=torch.float64)
+        dist.all_reduce(squares)
         norm = math.sqrt(squares)
         # By a number of Python: a tensor of the host would be copied to the device.
         factor = min(1.0, MAX_GRADIENT_NORM / (norm + 1e-6))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, spawn
 
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
-from distca.apps.train.device import prefer_expandable_segments
 
 GROUP_SECONDS = 300.0
 
@@ -59,7 +58,8 @@ def joined(rank: int, n_ranks: int, *, on_gpu: bool, rendezvous: Path) -> Iterat
     """
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        prefer_expandable_segments()
+        # Two nano-batches free blocks of sizes that PyTorch's usual cache cannot join.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.gpu.training.batches import TokenBatch
+from benchmarks.gpu.training.layers import (
+    LanguageModel,
+    checkpoint_layers,
+    compile_layers,
+    shard_model,
+)
 from core_attention.shape import AttentionShape
-from distca.apps.data.batch import TokenBatch
-from distca.apps.train.language_model import LanguageModel
-from distca.apps.train.layers import checkpoint_layers, compile_layers, decoder_layers
-from distca.apps.train.sharding import shard_model
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 from trainer_client.step.ping_pong import PingPong
 
@@ -115,7 +118,7 @@ class TrainingStack:
         if attention == IMPLEMENTATION:
             # While its weights are whole.
             check_documents(model)
-        layers = decoder_layers(model)
+        layers = list(model.model.layers)
         if compiled:
             compile_layers(layers)
         checkpoint_layers(layers)

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distca.apps.data.batch import IGNORED_LABEL
-from distca.apps.train.loss import chunked_loss
+from benchmarks.gpu.training.loss import IGNORED_LABEL, chunked_loss
 
 
 class StageModule(nn.Module):

@@ -7,15 +7,9 @@ from datetime import datetime
 
 import typer
 
-from distca.apps.data.settings import DataSettings
 from distca.apps.local.settings import LocalSettings
-from distca.apps.train.settings import (
-    ModelSettings,
-    PlanSettings,
-    TrainingSettings,
-    check_together,
-)
-from distca.contract.settings import IntegritySettings
+from distca.apps.train.settings import DataSettings, ModelSettings, TrainingSettings
+from distca.contract.settings import IntegritySettings, PlanRequest
 from distca.options import options_from
 from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 
@@ -26,7 +20,7 @@ def local(
     data: DataSettings,
     model: ModelSettings,
     training: TrainingSettings,
-    plan: PlanSettings,
+    plan: PlanRequest,
     integrity: IntegritySettings,
 ) -> None:
     """Train on this machine: starts control plane, attention nodes and trainers as processes.
@@ -36,15 +30,14 @@ def local(
     """
     from rich.console import Console
 
-    from distca.apps.data.sources import open_corpus
     from distca.apps.local.launcher import LocalRun, launch
     from distca.apps.local.packages import check_packages
-    from distca.apps.report.summary import show_outcome
+    from distca.apps.report.summary import show_paths
+    from distca.apps.train.corpus import open_corpus
 
     console = Console()
     check_packages(local.transport)
-    # The trainers check all of it themselves; here only so that a mistake is told at once.
-    check_together(data, training, plan.homes, local.mode)
+    # The trainers open it themselves; here only so that a mistake is told at once.
     open_corpus(data.data, data.text_field)
     run = LocalRun(
         local=local,
@@ -62,6 +55,6 @@ def local(
         try:
             finished = launch(run, folder, console)
         finally:
-            show_outcome(folder, console)
+            show_paths(console, Checkpoint=folder.newest_checkpoint(), Logs=folder.logs)
     if not finished:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -11,22 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from core_attention.shape import AttentionShape, format_shape
-from distca.apps.data.settings import DataSettings
+from core_attention.shape import format_shape
 from distca.apps.local.process import LocalProcess
 from distca.apps.local.settings import LocalSettings
 from distca.apps.local.supervisor import POLL_SECONDS, Supervisor
-from distca.apps.report.display import TrainingDisplay
-from distca.apps.report.step_log import StepTail
 from distca.apps.train.settings import (
+    DataSettings,
     DeviceName,
     ModelSettings,
-    PlanSettings,
     ServiceSettings,
     TrainingSettings,
 )
 from distca.configuration import without_commands
-from distca.contract.settings import IntegritySettings
+from distca.contract.settings import IntegritySettings, PlanRequest
 from distca.contract.timeouts import default_seconds
 from distca.errors import ProcessFailedError
 from distca.options import as_arguments
@@ -54,25 +51,9 @@ class LocalRun:
     data: DataSettings
     model: ModelSettings
     training: TrainingSettings
-    plan: PlanSettings
+    plan: PlanRequest
     integrity: IntegritySettings
     environ: Mapping[str, str]
-
-
-def configured_shape(model: ModelSettings) -> AttentionShape:
-    """The shape that attention nodes serve; loads transformers only if the model needs it."""
-    if model.model_config is not None or model.model_preset is not None:
-        from distca.apps.train.model import attention_shape, model_config
-
-        return attention_shape(model_config(model, max_positions=1), model.dtype)
-    head_dim = model.hidden_size // model.heads
-    return AttentionShape(
-        num_heads=model.heads,
-        num_heads_kv=model.kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=model.dtype.value,
-    )
 
 
 def launch(run: LocalRun, folder: RunFolder, console: Console) -> bool:
@@ -89,7 +70,7 @@ def launch(run: LocalRun, folder: RunFolder, console: Console) -> bool:
     folder.logs.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop, Supervisor(stopping=lambda: stop.requested) as supervisor:
         trainers = _Launcher(run, folder, supervisor, console).start_all()
-        return _Follower(run, folder, supervisor, trainers, console).follow(stop)
+        return _Follower(supervisor, trainers, console).follow(stop)
 
 
 class _Launcher:
@@ -102,7 +83,6 @@ class _Launcher:
         self._run = run
         self._folder = folder
         self._supervisor = supervisor
-        self._shape = configured_shape(run.model)
         self._rendezvous = folder.logs / "rendezvous"
         # What an earlier run left there would be taken for this one's.
         self._rendezvous.unlink(missing_ok=True)
@@ -143,7 +123,7 @@ class _Launcher:
                     "attention-node",
                     f"--control-plane={control_plane}",
                     f"--server-id=node-{index}",
-                    f"--shape={format_shape(self._shape)}",
+                    f"--shape={format_shape(self._run.model.shape)}",
                     "--data-host=127.0.0.1",
                     f"--transport={self._run.local.transport}",
                     "--one-host",
@@ -172,6 +152,8 @@ class _Launcher:
                 *as_arguments(service, run.data, run.model, run.training, run.plan, run.integrity),
             ],
             {"RANK": str(rank), "WORLD_SIZE": str(run.local.trainers)},
+            # What the first one shows is for the user.
+            shows=rank == 0,
         )
 
     def _start_with_address(self, name: str, arguments: Sequence[str]) -> tuple[LocalProcess, Path]:
@@ -184,7 +166,12 @@ class _Launcher:
         self._console.print(plain(text), style="dim", highlight=False, markup=False)
 
     def _start(
-        self, name: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        shows: bool = False,
     ) -> LocalProcess:
         return self._supervisor.watch(
             LocalProcess(
@@ -192,41 +179,34 @@ class _Launcher:
                 ["--log-level=info", *arguments],
                 self._folder.logs / f"{_file_name(name)}.log",
                 {**self._environ, **(environ or {})},
+                shows=shows,
             )
         )
 
 
 class _Follower:
-    """Shows what the trainers log, until they end."""
+    """Waits for the trainers, until they end."""
 
     def __init__(
         self,
-        run: LocalRun,
-        folder: RunFolder,
         supervisor: Supervisor,
         trainers: Sequence[LocalProcess],
         console: Console,
     ) -> None:
         self._supervisor = supervisor
         self._trainers = trainers
-        # Of a run that is resumed, what it has done is there already.
-        self._tail = StepTail(folder.step_log, from_end=True)
-        self._display = TrainingDisplay(console, f"training ({run.local.mode})", run.training.steps)
         self._console = console
 
     def follow(self, stop: StopRequest) -> bool:
         """Waits until every trainer is done; returns False when the run was stopped before."""
-        with self._display:
-            while any(trainer.exit_code is None for trainer in self._trainers):
-                if stop.requested:
-                    self._console.print("Stopping after this step; Ctrl-C again ends at once.")
-                    self._stop_trainers()
-                    return False
-                self._supervisor.check(done=self._trainers)
-                self._show_new_steps()
-                time.sleep(POLL_SECONDS)
+        while any(trainer.exit_code is None for trainer in self._trainers):
+            if stop.requested:
+                self._console.print("Stopping after this step; Ctrl-C again ends at once.")
+                self._stop_trainers()
+                return False
             self._supervisor.check(done=self._trainers)
-            self._show_new_steps()
+            time.sleep(POLL_SECONDS)
+        self._supervisor.check(done=self._trainers)
         return True
 
     def _stop_trainers(self) -> None:
@@ -240,7 +220,6 @@ class _Follower:
         deadline = time.monotonic() + STOP_SECONDS
         while any(trainer.exit_code is None for trainer in self._trainers):
             self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
-            self._show_new_steps()
             if time.monotonic() > deadline:
                 raise ProcessFailedError(
                     f"the trainers did not stop within {STOP_SECONDS:.0f} s after being asked to; "
@@ -248,11 +227,6 @@ class _Follower:
                 )
             time.sleep(POLL_SECONDS)
         self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
-        self._show_new_steps()
-
-    def _show_new_steps(self) -> None:
-        for step in self._tail.new_steps():
-            self._display.show(step)
 
 
 def _file_name(process_name: str) -> str:

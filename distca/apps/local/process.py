@@ -24,10 +24,17 @@ class LocalProcess:
         arguments: of the distca command.
         log: file that its output is appended to.
         environ: its whole environment.
+        shows: its standard output goes where this process's goes.
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str]
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        environ: Mapping[str, str],
+        *,
+        shows: bool = False,
     ) -> None:
         self.name = name
         self.log = log
@@ -36,8 +43,8 @@ class LocalProcess:
             self._popen = subprocess.Popen(
                 self.command(),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=None if shows else output,
+                stderr=output,
                 env=dict(environ),
                 start_new_session=True,
             )

@@ -17,10 +17,10 @@ from core_attention.errors import ScheduleError
 from core_attention.manifest import MAX_DOCUMENT_TOKENS
 from core_attention.schedule import Schedule, read_csv
 from core_attention.schedule_orders import SCHEDULES, Order
-from distca.apps.data.settings import Homes
 from distca.apps.preview.settings import (
     ClusterSettings,
     FleetSettings,
+    Homes,
     LengthsSettings,
     ModelSizes,
     PlannerSettings,

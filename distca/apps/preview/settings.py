@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
-from distca.apps.data.settings import Homes
 from distca.contract.settings import Placement
 from distca.options import option
+
+
+class Homes(StrEnum):
+    """Ways to choose the rank that holds a token."""
+
+    PACKED = "packed"
+    PLANNED = "planned"
 
 
 @dataclass(frozen=True, kw_only=True)

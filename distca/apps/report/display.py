@@ -46,8 +46,6 @@ class TrainingDisplay:
         self._figures = Text("waiting for the first step", style="dim", no_wrap=True)
         self._live = Live(Group(self._progress, self._figures), console=console)
         self._last_line_at = -LINE_INTERVAL_SECONDS
-        self._last_line_step = -1
-        self._measured: float | None = None
 
     def __enter__(self) -> TrainingDisplay:
         if self._console.is_terminal:
@@ -59,13 +57,9 @@ class TrainingDisplay:
             self._live.stop()
 
     def show(self, record: TrainingStep) -> None:
-        """Shows a finished step, or one again whose measurements have arrived."""
-        if record.measured_imbalance is not None:
-            self._measured = record.measured_imbalance
-        figures = self._in_words(record)
-        # A step that comes again is older than the newest one: the bar never goes back.
-        done = max(record.step + 1, int(self._progress.tasks[0].completed))
-        self._progress.update(self._task, completed=done)
+        """Shows a finished step."""
+        figures = _in_words(record)
+        self._progress.update(self._task, completed=record.step + 1)
         self._figures.plain = figures
         if not self._console.is_terminal and self._is_due(record):
             text = f"{self._title} step {record.step + 1}/{self._total} {figures}"
@@ -74,21 +68,19 @@ class TrainingDisplay:
     def _is_due(self, record: TrainingStep) -> bool:
         now = time.monotonic()
         last_step = record.step + 1 == self._total
-        if record.step <= self._last_line_step or (
-            not last_step and now - self._last_line_at < LINE_INTERVAL_SECONDS
-        ):
+        if not last_step and now - self._last_line_at < LINE_INTERVAL_SECONDS:
             return False
-        self._last_line_at, self._last_line_step = now, record.step
+        self._last_line_at = now
         return True
 
-    def _in_words(self, record: TrainingStep) -> str:
-        parts = [
-            f"loss {record.loss:.3f}",
-            f"{record.tokens / record.step_seconds:,.0f} tokens/s",
-        ]
-        if record.home_imbalance is not None and record.planned_imbalance is not None:
-            parts.append(
-                f"imbalance {record.home_imbalance:.2f} -> {record.planned_imbalance:.2f}"
-                + (f" (measured {self._measured:.2f})" if self._measured is not None else "")
-            )
-        return "  ".join(parts)
+
+def _in_words(record: TrainingStep) -> str:
+    parts = [
+        f"loss {record.loss:.3f}",
+        f"{record.tokens / record.step_seconds:,.0f} tokens/s",
+    ]
+    if record.home_imbalance is not None and record.planned_imbalance is not None:
+        parts.append(f"imbalance {record.home_imbalance:.2f} -> {record.planned_imbalance:.2f}")
+        if record.measured_imbalance is not None:
+            parts[-1] += f" (measured {record.measured_imbalance:.2f})"
+    return "  ".join(parts)

@@ -56,11 +56,12 @@ class StepMeasurements:
         """The imbalance of what servers measured; None while one has not reported."""
         return None if self.measured_seconds is None else tick_imbalance(self.measured_seconds)
 
-    def detail(self, n_layers: int, timeline: Iterable[TimelineEvent]) -> StepDetail:
-        """The step in full, for the report. Forecasts are per layer, so they are multiplied."""
+    def detail(self, step: int, n_layers: int, timeline: Iterable[TimelineEvent]) -> StepDetail:
+        """The step in full, by its number in the run. Forecasts are per layer, so they are
+        multiplied."""
         measured = self.measured_seconds
         return StepDetail(
-            step=self.plan.step,
+            step=step,
             documents=self.plan.manifest.n_texts,
             longest_document_tokens=int(self.plan.manifest.document_length.max()),
             servers=tuple(server.server_id for server in self.plan.servers),

@@ -21,8 +21,7 @@ _CAPTIONS = {
     "imbalance": "Time of the slowest server in each tick over the mean of all servers. Without "
     "planning, every rank would run the attention of its own documents.",
     "load": "The step that would have been the most unbalanced without planning.",
-    "timeline": "The two nano-batches take turns: while the attention of one is under way, the "
-    "other computes.",
+    "timeline": "What rank 0 did in that step, and which of its core attention was under way.",
 }
 
 _TIMELINE_OF_A_GPU = (

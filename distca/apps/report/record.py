@@ -1,7 +1,4 @@
-"""The record of a run: everything that its report shows, as plain data.
-
-It is written as ``run.json`` and can be read back, so a report can be made again at any time.
-"""
+"""The record of a run: everything that its report shows, as plain data."""
 
 from __future__ import annotations
 
@@ -9,15 +6,9 @@ import json
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
 
-from core_attention.whole_file import write_whole
 from distca.errors import RunFolderError
-
-RECORD_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +37,7 @@ class TrainingStep:
     gradient_norm: float
     tokens: int
     step_seconds: float
-    wait_seconds: float | None
+    wait_seconds: float | None = None
     home_imbalance: float | None = None
     planned_imbalance: float | None = None
     measured_imbalance: float | None = None
@@ -60,10 +51,9 @@ class TrainingStep:
             RunFolderError: it is no step.
         """
         try:
-            step: TrainingStep = _read(cls, json.loads(line))
-        except (AttributeError, RecursionError, TypeError, ValueError) as error:
+            return cls(**json.loads(line))
+        except (RecursionError, TypeError, ValueError) as error:
             raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
-        return step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +134,6 @@ class RunRecord:
         dtype: of weights and attention.
         data: where the documents come from.
         n_ranks: trainers.
-        n_nano_batches: of each rank.
         tokens_per_rank: in a step.
         steps: every step, those before a resume included.
         detail: the step that was most unbalanced at home, in full; None when none was recorded.
@@ -161,7 +150,6 @@ class RunRecord:
     dtype: str
     data: str
     n_ranks: int
-    n_nano_batches: int
     tokens_per_rank: int
     steps: tuple[TrainingStep, ...]
     detail: StepDetail | None = None
@@ -169,57 +157,8 @@ class RunRecord:
     device: str = "cpu"
 
     def to_json(self) -> str:
-        """A JSON text that :meth:`from_json` reads."""
-        return json.dumps({"version": RECORD_VERSION, **asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> RunRecord:
-        """Reads what :meth:`to_json` wrote.
-
-        Raises:
-            RunFolderError: it is no record, or one of another version.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            version = fields.pop("version")
-            if version != RECORD_VERSION:
-                raise RunFolderError(f"record version {version}; this is read: {RECORD_VERSION}")
-            record: RunRecord = _read(cls, fields)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise RunFolderError(f"this is no record of a run: {error}") from error
-        return record
-
-    def save(self, path: Path) -> None:
-        """Writes the record to ``path``, whole or not at all."""
-        write_whole(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: Path) -> RunRecord:
-        """Reads the record at ``path``.
-
-        Raises:
-            RunFolderError: as :meth:`from_json`, or there is no file; names the path.
-        """
-        try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, RunFolderError) as error:
-            raise RunFolderError(f"{path}: {error}") from error
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """``value``, as JSON has it, as ``kind`` says: a dataclass, a tuple, or something plain; None
-    where it is optional."""
-    if isinstance(kind, UnionType):
-        if value is None:
-            return None
-        (kind,) = (each for each in get_args(kind) if each is not NoneType)
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in value)
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        untyped: Any = kind
-        return untyped(**{field: _read(kinds.get(field), each) for field, each in value.items()})
-    return value
+        """The record as a JSON text."""
+        return json.dumps(asdict(self), indent=1)
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

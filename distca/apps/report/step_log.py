@@ -1,4 +1,4 @@
-"""The steps of a run as JSON lines, written as they happen and followed by those who show them."""
+"""The steps of a run as JSON lines, written as they happen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 class StepLog:
     """One line a step, readable while the run goes on.
 
-    A step may be written again, when what was measured has arrived; the last line of it counts.
     Lines that cannot be written, on a full disk, are kept in memory and written with the next.
 
     Args:
@@ -52,27 +51,18 @@ class StepLog:
         """All steps, in order; a last line that is not yet whole is left out."""
         written = self._path.read_bytes() if self._path.exists() else b""
         whole = (written + self._unwritten.encode()).rpartition(b"\n")[0]
-        steps = {record.step: record for record in _records(self._path, whole)}
-        return tuple(steps[step] for step in sorted(steps))
+        try:
+            return tuple(map(TrainingStep.from_json, whole.splitlines()))
+        except RunFolderError as error:
+            raise RunFolderError(
+                f"{self._path}: {error}; a write was cut off or somebody has edited it: remove "
+                "that line, and the run goes on without its figures"
+            ) from error
 
     def forget_from(self, step: int) -> None:
         """Drops ``step`` and all after it: what a run did after its last checkpoint."""
         kept = [record for record in self.read() if record.step < step]
         write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
-
-
-def _records(path: Path, lines: bytes) -> list[TrainingStep]:
-    """
-    Raises:
-        RunFolderError: a line is no step; names ``path``, where the lines are from.
-    """
-    try:
-        return [TrainingStep.from_json(line) for line in lines.splitlines()]
-    except RunFolderError as error:
-        raise RunFolderError(
-            f"{path}: {error}; a write was cut off or somebody has edited it: remove that line, "
-            "and the run goes on without its figures"
-        ) from error
 
 
 def _append_whole(path: Path, lines: bytes) -> None:
@@ -89,44 +79,3 @@ def _append_whole(path: Path, lines: bytes) -> None:
         except OSError:
             file.truncate(end)
             raise
-
-
-class StepTail:
-    """Follows a step log that another process writes, and may replace: what a resumed run forgets
-    may come again.
-
-    Args:
-        path: of the log; it need not exist yet.
-        from_end: whether to leave out what is there already.
-    """
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
-        self._inode = 0
-        self._position = 0
-        self._newest: dict[int, TrainingStep] = {}
-        if from_end:
-            self.new_steps()
-
-    def new_steps(self) -> list[TrainingStep]:
-        """The lines that were completed since the last call; of a log that was replaced, those that
-        it did not have before.
-        """
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return []
-        with file:
-            inode = os.fstat(file.fileno()).st_ino
-            known: dict[int, TrainingStep] = {}
-            if inode != self._inode:
-                self._inode, self._position = inode, 0
-                known, self._newest = self._newest, {}
-            file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0]
-        if not whole:
-            return []
-        self._position += len(whole) + 1
-        records = _records(self._path, whole)
-        self._newest.update((record.step, record) for record in records)
-        return [record for record in records if known.get(record.step) != record]

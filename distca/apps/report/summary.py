@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +11,6 @@ from rich.text import Text
 
 from distca.apps.report.record import RunRecord, StepDetail, mean_of
 from distca.process.plain_text import plain
-from distca.run_folder import RunFolder
 
 WARMUP_STEPS = 2
 """First steps left out of the mean speed: they hold first connections and first allocations."""
@@ -24,8 +24,7 @@ def summary_rows(record: RunRecord) -> list[tuple[str, str]]:
         ("model", f"{record.model}; {record.parameters:,} parameters, {record.dtype}"),
         (
             "batch",
-            f"{record.n_ranks} ranks x {record.tokens_per_rank:,} tokens, "
-            f"{record.n_nano_batches} nano-batches",
+            f"{record.n_ranks} ranks x {record.tokens_per_rank:,} tokens",
         ),
         ("documents", record.data),
     ]
@@ -90,7 +89,7 @@ def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
     plan_seconds = [step.plan_seconds for step in record.steps if step.plan_seconds is not None]
     if plan_seconds:
         typical = statistics.median(plan_seconds)
-        rows.append(("planning", f"{typical * 1e3:.1f} ms a step (median), ahead of use"))
+        rows.append(("planning", f"{typical * 1e3:.1f} ms a step (median)"))
     return rows
 
 
@@ -125,16 +124,9 @@ def _verification_rows(record: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def show_outcome(folder: RunFolder, console: Console) -> None:
-    """Shows the table of the run, if it got so far, and where report, checkpoint and logs lie."""
-    if folder.record.exists():
-        console.print()
-        console.print(summary_table(RunRecord.load(folder.record)))
-    lines = [
-        ("Report", folder.report if folder.report.exists() else None),
-        ("Checkpoint", folder.newest_checkpoint()),
-        ("Logs", folder.logs if folder.logs.is_dir() else None),
-    ]
-    for what, path in lines:
-        if path is not None:
-            console.print(plain(f"{what}: {path}"), soft_wrap=True, highlight=False, markup=False)
+def show_paths(console: Console, **paths: Path | None) -> None:
+    """Shows where what a run leaves lies, as far as it is there."""
+    for what, path in paths.items():
+        if path is not None and path.exists():
+            line = plain(f"{what}: {path}")
+            console.print(line, soft_wrap=True, highlight=False, markup=False)

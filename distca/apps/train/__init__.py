@@ -1,1 +1,1 @@
-"""The trainer process: a transformers model, DDP, and core attention served by DistCA."""
+"""The training program: a small Llama on text, in a user's own loop around an attached model."""

@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 2
 _EARLIER = "earlier"
-"""Folder of what :func:`set_aside` moves, beside the checkpoints."""
+"""Folder of what is set aside, beside the checkpoints."""
+
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, TypeError, ValueError),
+    *(pickle.UnpicklingError, LookupError, AttributeError),
+)
+"""Errors of reading a checkpoint that was cut or changed."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,15 @@ class Checkpoint:
     model: dict[str, Any]
     optimizer: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        kinds = {"steps_done": int, "identity": dict, "model": dict, "optimizer": dict}
+        for name, kind in kinds.items():
+            if type(value := getattr(self, name)) is not kind:
+                raise TypeError(f"{name} is {type(value).__name__}; it must be {kind.__name__}")
 
-class CheckpointKeeper:
-    """Saves the checkpoints of a run, and survives those that cannot be.
 
-    Args:
-        folder: of the checkpoints.
-    """
+class KeptCheckpoints:
+    """The checkpoints of a run, in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,11 +71,23 @@ class CheckpointKeeper:
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes ``checkpoint``; a failure is a warning, and kept for :meth:`require_last`."""
         self._failure = None
+        path = self._folder / f"step-{checkpoint.steps_done:08d}.pt"
         try:
-            save_checkpoint(self._folder, checkpoint)
-        except CheckpointError as error:
-            self._failure = error
-            logger.warning("%s; training goes on and saves at the next checkpoint", error)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # What writers that were killed have left would take up the disk forever.
+            for partial in self._folder.glob("step-*.partial"):
+                partial.unlink(missing_ok=True)
+            write_whole(path, lambda file: torch.save(vars(checkpoint), file), durable=True)
+            # Never the one that was just written, whatever numbers lie beside it.
+            before = [old for old in list_checkpoints(self._folder) if old < path]
+            for old in before[: -(KEPT_CHECKPOINTS - 1)]:
+                old.unlink()
+        # torch reports a failed write to a file object as RuntimeError.
+        except (OSError, RuntimeError) as error:
+            self._failure = CheckpointError(f"{path} cannot be written: {_reason(error)}")
+            logger.warning("%s; training goes on and saves at the next one", self._failure)
+        else:
+            logger.info("saved checkpoint %s", path)
 
     def require_last(self) -> None:
         """Checks at the end of the run that its last checkpoint was saved.
@@ -81,126 +101,70 @@ class CheckpointKeeper:
                 "with --resume"
             ) from self._failure
 
+    def set_aside(self) -> None:
+        """Makes room for a training that begins at the first step: moves the newest checkpoint to a
+        folder of its own below, and removes the others. What lies there goes, but for the one with
+        the most steps: runs that are started again and again do not cost a long one.
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes ``checkpoint`` below ``folder``, then removes all before it but the newest.
+        A process that dies on the way leaves either the newest checkpoint where it was or none to
+        resume from.
 
-    Raises:
-        CheckpointError: it cannot be written, for example because the disk is full; checkpoints
-            written before are untouched.
-    """
-    path = folder / f"step-{checkpoint.steps_done:08d}.pt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # What writers that were killed have left would take up the disk forever.
-        for partial in folder.glob("step-*.partial"):
-            partial.unlink(missing_ok=True)
-        write_whole(path, lambda file: torch.save(vars(checkpoint), file), durable=True)
-    # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
-    # or context at best.
-    except (OSError, RuntimeError) as error:
-        kept = [str(old) for old in list_checkpoints(folder)[-1:]]
-        raise CheckpointError(
-            f"checkpoint {path} cannot be written: {_reason(error)}; the last one that is whole: "
-            + (kept[0] if kept else "none")
-        ) from error
-    # Never the one that was just written, whatever numbers lie beside it.
-    before = [old for old in list_checkpoints(folder) if old < path]
-    for old in before[: -(KEPT_CHECKPOINTS - 1)]:
-        old.unlink()
-    logger.info("saved checkpoint %s", path)
-    return path
-
-
-def set_aside(folder: Path) -> None:
-    """Makes room for a training that begins at the first step: moves the newest checkpoint in
-    ``folder`` to a folder of its own below it, and removes the others. What lies there goes, but
-    for the one with the most steps: runs that are started again and again do not cost a long one.
-
-    A process that dies on the way leaves either the newest checkpoint where it was or no checkpoint
-    to resume from.
-
-    Raises:
-        CheckpointError: they cannot be moved or removed.
-    """
-    paths = list_checkpoints(folder)
-    if not paths:
-        return
-    *older, newest = paths
-    earlier = folder / _EARLIER
-    try:
-        for path in older:
-            path.unlink()
-        # A file of the folder, not the folder itself: that may be a mount or a link to a larger
-        # disk.
-        earlier.mkdir(exist_ok=True)
-        kept = newest.replace(earlier / newest.name)
-        for path in list_checkpoints(earlier)[:-1]:
-            if path != kept:
+        Raises:
+            CheckpointError: they cannot be moved or removed.
+        """
+        paths = list_checkpoints(self._folder)
+        if not paths:
+            return
+        *older, newest = paths
+        earlier = self._folder / _EARLIER
+        try:
+            for path in older:
                 path.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} holds checkpoints of an earlier run that cannot be set aside: "
-            f"{error.strerror}; give --resume, or another run folder"
-        ) from error
-    logger.warning(
-        "training begins at the first step: the last checkpoint of an earlier run is set aside as "
-        "%s; to go on from it, move it back in place of those there, and give --resume",
-        kept,
-    )
-
-
-def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
-    """The newest checkpoint in ``folder``.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it belongs to another ``identity``.
-    """
-    paths = list_checkpoints(folder)
-    if not paths:
-        earlier = ", ".join(map(str, list_checkpoints(folder / _EARLIER)))
-        raise CheckpointError(
-            f"{folder} holds no checkpoint to resume from"
-            + (f" (set aside: {earlier})" if earlier else "")
-            + "; give --resume-or-start to begin at the first step"
+            # A file, not the folder itself: that may be a mount or a link to a larger disk.
+            earlier.mkdir(exist_ok=True)
+            kept = newest.replace(earlier / newest.name)
+            for path in list_checkpoints(earlier)[:-1]:
+                if path != kept:
+                    path.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder} holds checkpoints of an earlier run that cannot be set aside: "
+                f"{error.strerror}; give --resume, or another run folder"
+            ) from error
+        logger.warning(
+            "the last checkpoint of an earlier run is set aside as %s; to go on from it, move it "
+            "back and give --resume",
+            kept,
         )
-    path = paths[-1]
-    try:
-        fields = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint = Checkpoint(**fields)
-        _check_kinds(checkpoint)
-    except (OSError, RuntimeError, EOFError, TypeError, ValueError, *_OF_PICKLES) as error:
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read ({error}); remove it to resume from an older one"
-        ) from error
-    differing = [
-        f"{name}: {checkpoint.identity.get(name)!r} then, {value!r} now"
-        for name, value in identity.items()
-        if checkpoint.identity.get(name) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"checkpoint {path} belongs to another run ({'; '.join(differing)}); resume with the "
-            "options that the run began with"
-        )
-    return checkpoint
 
+    def load_newest(self, identity: dict[str, Any]) -> Checkpoint:
+        """Reads the newest checkpoint.
 
-_OF_PICKLES = (pickle.UnpicklingError, LookupError, AttributeError)
-"""Errors of reading a pickle that was cut or changed, besides errors of values."""
-
-
-def _check_kinds(checkpoint: Checkpoint) -> None:
-    """
-    Raises:
-        TypeError: a field holds something else than checkpoints are saved with.
-    """
-    if type(checkpoint.steps_done) is not int:
-        raise TypeError(f"steps_done is {checkpoint.steps_done!r}; it must be an integer")
-    for name in ("identity", "model", "optimizer"):
-        value = getattr(checkpoint, name)
-        if not isinstance(value, dict):
-            raise TypeError(f"{name} is of type {type(value).__name__}; it must be a dict")
+        Raises:
+            CheckpointError: there is none, it cannot be read, or it belongs to another
+                ``identity``.
+        """
+        paths = list_checkpoints(self._folder)
+        if not paths:
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint to resume from; give --resume-or-start to "
+                "begin at the first step"
+            )
+        path = paths[-1]
+        try:
+            fields = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = Checkpoint(**fields)
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); remove it to resume from an older one"
+            ) from error
+        then = checkpoint.identity
+        if differing := sorted(name for name in identity if then.get(name) != identity[name]):
+            shown = "; ".join(f"{n}: {then.get(n)!r} then, {identity[n]!r} now" for n in differing)
+            raise CheckpointError(
+                f"{path} belongs to another run ({shown}); give the options that it began with"
+            )
+        return checkpoint
 
 
 def _reason(error: BaseException) -> str:

@@ -1,92 +1,68 @@
-"""The ranks of a job: their process group, and what they must agree on."""
+"""The ranks of a run: their devices, their process group, and what they must agree on."""
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from distca.errors import RanksDisagreeError
-
-_RENDEZVOUS = re.compile(r"env://.*|tcp://[^/]+:\d{1,5}([/?].*)?|file://.+")
-"""Ways to meet that torch.distributed has."""
+from distca.apps.train.settings import DeviceName
+from distca.errors import RanksDisagreeError, SettingsError
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankEnvironment:
-    """This process's place among the trainers.
+def number_of(variable: str, environ: Mapping[str, str], default: str = "") -> int:
+    """A number that torchrun sets.
 
-    Attributes:
-        rank: from 0.
-        n_ranks: trainers in all.
-        init_method: as for ``torch.distributed.init_process_group``.
-        local_rank: its place among the trainers of its host, from 0.
+    Raises:
+        SettingsError: it is missing, or no number.
     """
-
-    rank: int
-    n_ranks: int
-    init_method: str
-    local_rank: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.n_ranks:
-            raise ValueError(f"rank {self.rank} is not one of {self.n_ranks} ranks")
-        if not _RENDEZVOUS.fullmatch(self.init_method):
-            raise ValueError(
-                f"rendezvous is {self.init_method!r}; valid are env:// under torchrun, "
-                "tcp://HOST:PORT of rank 0, and file:///PATH that all ranks share"
-            )
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str], init_method: str) -> RankEnvironment:
-        """Reads what torchrun sets: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` (0 if it is not set)
-        and, for ``env://``, where rank 0 is.
-
-        Raises:
-            ValueError: one of them is missing or no integer, or there is no such ``init_method``.
-        """
-        if init_method == "env://" and not environ.get("MASTER_ADDR"):
-            raise ValueError(
-                "environment variable MASTER_ADDR is not set; start trainers with torchrun, or all "
-                "processes at once with distca local"
-            )
-        values = {}
-        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
-            text = environ.get(name, default)
-            if not text.isdecimal():
-                raise ValueError(
-                    f"environment variable {name} is {text!r}; it must be an integer, as torchrun "
-                    "sets it"
-                )
-            values[name] = int(text)
-        return cls(
-            rank=values["RANK"],
-            n_ranks=values["WORLD_SIZE"],
-            init_method=init_method,
-            local_rank=values["LOCAL_RANK"],
+    text = environ.get(variable, default)
+    if not text.isdecimal():
+        raise SettingsError(
+            f"environment variable {variable} is {text!r}; start trainers with torchrun, or all "
+            "processes at once with distca local"
         )
+    return int(text)
+
+
+def choose_device(name: DeviceName, local_rank: int) -> torch.device:
+    """The device of the trainer that is number ``local_rank`` on its host, made current.
+
+    Raises:
+        SettingsError: there is no such CUDA device.
+    """
+    n_devices = torch.cuda.device_count() if name is not DeviceName.CPU else 0
+    if name is DeviceName.CPU or (name is DeviceName.AUTO and not n_devices):
+        return torch.device("cpu")
+    if local_rank >= n_devices:
+        raise SettingsError(
+            f"LOCAL_RANK {local_rank} asks for CUDA device {local_rank}, and there are "
+            f"{n_devices}; start one trainer a GPU, or give --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    # Streams share few hardware queues by default, and what comes behind a receive of NCCL waits
+    # for its sender: which waits, in turn, for a server whose stream may be in the same queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager
-def process_group(
-    environment: RankEnvironment,
-    timeout_seconds: float,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
-) -> Iterator[None]:
+def process_group(init_method: str, timeout_seconds: float, device: torch.device) -> Iterator[None]:
     """Joins the group of all ranks, whose waits end after ``timeout_seconds``; leaves it at the
     end. Tensors on the CPU go over gloo, those on ``device``, if it is a GPU, over NCCL."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         device_id=device if on_gpu else None,
-        init_method=environment.init_method,
-        rank=environment.rank,
-        world_size=environment.n_ranks,
+        init_method=init_method,
+        rank=number_of("RANK", os.environ),
+        world_size=number_of("WORLD_SIZE", os.environ),
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
@@ -112,8 +88,8 @@ def check_agreement(what: Mapping[str, object]) -> None:
             )
 
 
-def sum_over_ranks(*values: float) -> list[float]:
-    """The sums of ``values`` over all ranks, in float64."""
-    total = torch.tensor(values, dtype=torch.float64)
+def sum_over_ranks(value: float) -> float:
+    """The sum of ``value`` over all ranks, in float64."""
+    total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
-    return [float(value) for value in total]
+    return float(total)

@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from core_attention.shape import AttentionShape
 from data_plane.interfaces import OWN_ADDRESS, rows_host, source_towards
 from data_plane.transport import TransportName
-from distca.apps.data.settings import DataSettings, Homes
 from distca.contract.addresses import hosts_of
 from distca.contract.checks import (
     check_host,
@@ -24,11 +24,13 @@ from distca.contract.checks import (
     check_seconds,
 )
 from distca.contract.identity import check_name
-from distca.contract.settings import Placement, PlanRequest, RankTimeouts
+from distca.contract.settings import Placement, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
-from distca.errors import SettingsError
 
 _TRAINING = "Training"
+
+WARMUP_STEPS = 4
+"""Steps over which the learning rate rises."""
 
 
 class Precision(StrEnum):
@@ -53,30 +55,12 @@ class Sharding(StrEnum):
     FSDP = "fsdp"
 
 
-class Preset(StrEnum):
-    """Models whose sizes are known by name; their weights are random."""
-
-    LLAMA_3_8B = "llama-3-8b"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model: a small Llama by sizes, or any causal language model of transformers by JSON."""
+    """The sizes of a small Llama."""
 
     PANEL: ClassVar = "Model"
 
-    model_config: Annotated[
-        Path | None,
-        typer.Option(help="transformers configuration (config.json) instead of the sizes below."),
-    ] = None
-    model_preset: Annotated[
-        Preset | None,
-        typer.Option(help="Sizes of a known model instead of those below; its weights are random."),
-    ] = None
-    model_layers: Annotated[
-        int | None,
-        typer.Option(help="Fewer (or more) layers than the preset or the configuration has."),
-    ] = None
     hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 128
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4
     heads: Annotated[int, typer.Option(help="Number of query heads.")] = 4
@@ -86,13 +70,7 @@ class ModelSettings:
     ] = Precision.FLOAT32
 
     def __post_init__(self) -> None:
-        check_least(self, hidden_size=1, layers=1, heads=1, kv_heads=1, model_layers=1)
-        has_own_sizes = self.model_config is None and self.model_preset is None
-        if self.model_layers is not None and has_own_sizes:
-            raise ValueError(
-                "model_layers goes with model_preset or model_config; without them the model has "
-                "--layers layers"
-            )
+        check_least(self, hidden_size=1, layers=1, heads=1, kv_heads=1)
         if self.hidden_size % (2 * self.heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is no multiple of twice the heads "
@@ -102,10 +80,46 @@ class ModelSettings:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
 
     @property
-    def default_learning_rate(self) -> float:
-        """The default learning rate: the small Llama's diverges on larger models."""
-        is_small = self.model_preset is None and self.model_config is None
-        return 3e-3 if is_small else 3e-4
+    def shape(self) -> AttentionShape:
+        """The heads, head dims and dtype of its core attention."""
+        head_dim = self.hidden_size // self.heads
+        return AttentionShape(
+            num_heads=self.heads,
+            num_heads_kv=self.kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype=self.dtype.value,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Source of the documents and how they are cut."""
+
+    PANEL: ClassVar = "Data"
+
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of text files (one document a file), or a .jsonl or .parquet file. "
+            "Default: the sources of Python's standard library."
+        ),
+    ] = None
+    text_field: Annotated[
+        str, typer.Option(help="JSONL field or Parquet column that holds the text.")
+    ] = "text"
+    max_document_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Longer documents are cut into pieces of at most this many tokens. Default: a "
+            "rank's."
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Order of the documents and first weights.")] = 0
+
+    def __post_init__(self) -> None:
+        # A single token predicts nothing.
+        check_least(self, max_document_tokens=2, seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +130,7 @@ class TrainingSettings:
 
     steps: Annotated[int, typer.Option(help="Steps in all, those before a resume included.")] = 16
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank in a step.")] = 4096
-    nano_batches: Annotated[
-        int, typer.Option(help="Nano-batches that take turns (2 is ping-pong, 1 is without).")
-    ] = 2
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate of AdamW, after warm-up; default: 3e-4 with --model-preset or "
-            "--model-config, 3e-3 for the small Llama."
-        ),
-    ] = None
-    warmup_steps: Annotated[int, typer.Option(help="Steps over which the learning rate rises.")] = 4
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = 0.1
-    max_gradient_norm: Annotated[
-        float, typer.Option(help="Gradients are clipped to this norm.")
-    ] = 1.0
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, after the first steps.")] = 3e-3
     sharding: Annotated[
         Sharding | None,
         typer.Option(
@@ -138,25 +138,6 @@ class TrainingSettings:
             "CUDA devices, replicated on the CPU."
         ),
     ] = None
-    activation_checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            help="Recompute the layers in the backward pass, but for core attention; default: on "
-            "CUDA devices."
-        ),
-    ] = None
-    compile_layers: Annotated[
-        bool,
-        typer.Option(
-            help="Compile normalisation, rotary embeddings and feed-forward parts of the layers."
-        ),
-    ] = False
-    loss_chunk_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Rows whose logits exist at the same time; logits of a batch are never whole."
-        ),
-    ] = 8192
     verify: Annotated[
         bool,
         typer.Option(
@@ -187,62 +168,16 @@ class TrainingSettings:
     ] = False
 
     def __post_init__(self) -> None:
-        check_least(
-            self,
-            steps=1,
-            verify_every=1,
-            nano_batches=1,
-            warmup_steps=0,
-            checkpoint_every=1,
-            loss_chunk_tokens=1,
-            weight_decay=0,
-        )
-        check_positive(self, "learning_rate", "max_gradient_norm")
-        rows, rest = divmod(self.tokens_per_rank, self.nano_batches)
-        if rest or rows < 2:
-            raise ValueError(
-                f"tokens_per_rank is {self.tokens_per_rank}; it must be a multiple of "
-                f"nano_batches ({self.nano_batches}) and at least {2 * self.nano_batches}"
-            )
-
-    @property
-    def nano_batch_tokens(self) -> int:
-        """Rows of one nano-batch on one rank."""
-        return self.tokens_per_rank // self.nano_batches
+        check_least(self, steps=1, tokens_per_rank=2, verify_every=1, checkpoint_every=1)
+        check_positive(self, "learning_rate")
 
     def is_verified(self, step: int) -> bool:
         """True if the step is compared with local attention."""
         return self.verify and (step % self.verify_every == 0 or step == self.steps - 1)
 
     def learning_rate_at(self, step: int) -> float:
-        """Rises linearly over the warm-up steps, then stays; ``learning_rate`` must be given."""
-        assert self.learning_rate is not None
-        return self.learning_rate * min(1.0, (step + 1) / (self.warmup_steps + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings(PlanRequest):
-    """Options of planning core attention."""
-
-    PANEL: ClassVar = "Service"
-
-    homes: Annotated[
-        Homes,
-        typer.Option(
-            help="Which rank holds which tokens: as packed, or planned so that the fewest bytes "
-            "move (the same documents; for in-place and mixed)."
-        ),
-    ] = Homes.PACKED
-    steps_ahead: Annotated[
-        int,
-        typer.Option(
-            help="Steps whose manifests are sent ahead, so that plans are ready when needed."
-        ),
-    ] = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, steps_ahead=1)
+        """Rises linearly over the first steps, then stays."""
+        return self.learning_rate * min(1.0, (step + 1) / (WARMUP_STEPS + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,24 +292,4 @@ class ServiceSettings(RankTimeouts):
             + self.recovery_timeout_seconds
             + self.control_plane_timeout_seconds
             + 30.0
-        )
-
-
-def check_together(
-    data: DataSettings, training: TrainingSettings, homes: Homes, placement: Placement
-) -> None:
-    """Checks settings that do not all go with one another.
-
-    Raises:
-        SettingsError: two contradict each other.
-    """
-    if data.cut_documents and training.nano_batches != 2:
-        raise SettingsError(
-            f"--cut-documents goes with two nano-batches, and --nano-batches is "
-            f"{training.nano_batches}; leave one of both out"
-        )
-    if homes is Homes.PLANNED and placement is Placement.POOL:
-        raise SettingsError(
-            "--homes planned goes with placement in-place or mixed: in a pool all rows travel; "
-            "choose one of these, or --homes packed"
         )

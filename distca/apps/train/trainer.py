@@ -1,10 +1,9 @@
-"""One rank's training: model, optimiser, and the step in which core attention is served."""
+"""One rank's training: an attached model under DDP or FSDP2, and its optimiser."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,138 +13,127 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca.apps.data.batch import TokenBatch
-from distca.apps.data.packing import PackedStep
-from distca.apps.train.language_model import LanguageModel, has_plain_head
-from distca.apps.train.layers import checkpoint_layers, compile_layers, decoder_layers
-from distca.apps.train.ranks import sum_over_ranks
-from distca.apps.train.settings import Sharding, TrainingSettings
-from distca.apps.train.sharding import shard_model, whole
-from distca.errors import DivergenceError, ModelConfigError
-from trainer_client import Session, StepReport, TraceEvent
-from trainer_client.step.ping_pong import PingPong
+import distca
+from distca.apps.train.corpus import VOCABULARY_SIZE
+from distca.apps.train.settings import ModelSettings, Sharding
+from distca.errors import DivergenceError
 
+MAX_GRADIENT_NORM = 1.0
+_FEED_FORWARD_MULTIPLE = 32
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step on this rank.
-
-    Attributes:
-        loss: of all ranks, mean over the predicted tokens.
-        report: this rank's times.
-        trace: this rank's timeline.
-    """
-
-    loss: float
-    report: StepReport
-    trace: list[TraceEvent]
+def build_model(
+    settings: ModelSettings, max_positions: int, *, attention: str, dtype: str, device: torch.device
+) -> Any:
+    """A Llama of transformers with random weights."""
+    # 8/3 of the width, as Llama has it, rounded up.
+    feed_forward = -(-8 * settings.hidden_size // (3 * _FEED_FORWARD_MULTIPLE))
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=settings.hidden_size,
+        intermediate_size=feed_forward * _FEED_FORWARD_MULTIPLE,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        # Bytes are the whole vocabulary: none of them is special.
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    auto: Any = AutoModelForCausalLM  # from_config has no annotations
+    with device:
+        return auto.from_config(config, attn_implementation=attention, dtype=getattr(torch, dtype))
 
 
 class Trainer:
     """A model under data-parallel training. All ranks hold equal weights, or a share each.
 
     Args:
-        model: built with ``attn_implementation="distca"``, on the device of this rank.
-        session: this rank's membership in the job.
-        settings: batch and optimiser; ``learning_rate``, ``sharding`` and
-            ``activation_checkpointing`` are given.
-        compute_dtype: of sharded models' activations; others compute in their weights' dtype.
+        settings: sizes of the model.
+        max_positions: tokens of the longest document.
+        sharding: how the weights are kept; sharded ones are float32, and gathered in the dtype of
+            the settings, and layers are recomputed.
+        device: of this rank.
+        options: of :func:`distca.attach`.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        session: Session,
-        settings: TrainingSettings,
-        compute_dtype: torch.dtype,
+        settings: ModelSettings,
+        max_positions: int,
+        sharding: Sharding,
+        device: torch.device,
+        **options: Any,
     ) -> None:
-        self.model = model
-        self._session = session
-        self._settings = settings
-        self._device = model.device
-        self._n_ranks = session.options.n_ranks
-        if settings.compile_layers:
-            compile_layers(decoder_layers(model))
-        if settings.activation_checkpointing:
-            checkpoint_layers(decoder_layers(model))
-        plain_head = has_plain_head(model)
-        root = PingPong(LanguageModel(model, settings.loss_chunk_tokens, plain_head=plain_head))
-        self._module: nn.Module
-        if settings.sharding is Sharding.FSDP:
-            self._module = shard_model(
-                root,
-                decoder_layers(model),
-                n_ranks=self._n_ranks,
-                device=self._device,
-                compute_dtype=compute_dtype,
+        shards = sharding is Sharding.FSDP
+        dtype = "float32" if shards else settings.dtype.value
+        self.model = build_model(
+            settings, max_positions, attention="distca", dtype=dtype, device=device
+        )
+        self.attached = distca.attach(self.model, **options)
+        self._parallel: nn.Module
+        if shards:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32
             )
+            for layer in self.model.model.layers:
+                fully_shard(layer, mp_policy=policy)
+            self._parallel = fully_shard(self.model, mp_policy=policy)
         else:
-            self._module = DistributedDataParallel(root)
+            self._parallel = DistributedDataParallel(self.model)
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=settings.learning_rate_at(0),
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-            fused=self._device.type == "cuda",
+            self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
         )
 
-    def run(self, packed: PackedStep, batches: list[TokenBatch]) -> StepResult:
+    def run(self, batch: dict[str, torch.Tensor], labels: float) -> float:
         """Forward and backward of one step; leaves the gradients of all ranks in the model.
 
         Args:
-            packed: the step, whose manifest has been submitted.
-            batches: this rank's nano-batches.
+            batch: the model's arguments.
+            labels: what the rank's loss is divided by: the mean over the ranks, since that is what
+                gradients are averaged over.
+
+        Returns:
+            This rank's loss.
         """
         self._optimizer.zero_grad()
-        with self._session.step(packed.step) as running:
-            losses = self._module([vars(batch.to(self._device)) for batch in batches])
-            loss = torch.stack(losses).sum() / packed.predicted_tokens
-            # Gradients are averaged over the ranks, but each has only its own share of the sum.
-            (loss * self._n_ranks).backward()
-        if not running.complete:
-            raise ModelConfigError(
-                f"step {packed.step}: core attention was not called once a layer and nano-batch, "
-                "forward and backward; the layers must use their config's attention implementation"
-            )
-        assert running.report is not None
-        (total,) = sum_over_ranks(float(loss.detach()))
-        return StepResult(total, running.report, running.trace)
+        loss = self._parallel(**batch, num_items_in_batch=labels).loss
+        loss.backward()
+        return float(loss.detach())
 
-    def update(self, step: int) -> float:
+    def update(self, learning_rate: float) -> float:
         """Clips the gradients and updates the weights; returns the norm before clipping.
 
         Raises:
             DivergenceError: the norm is not finite, so the weights would be lost.
         """
-        most = self._settings.max_gradient_norm
-        norm = float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), most)))
-        if not math.isfinite(norm):
-            raise DivergenceError(
-                f"step {step}: the gradients' norm is {norm}; lower --learning-rate"
-            )
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        found = float(_whole(norm))
+        if not math.isfinite(found):
+            raise DivergenceError(f"the gradients' norm is {found}; lower --learning-rate")
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate_at(step)
+            group["lr"] = learning_rate
         self._optimizer.step()
-        return norm
-
-    @property
-    def n_parameters(self) -> int:
-        """Parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return found
 
     def weights(self) -> dict[str, Any]:
         """The state dict of the whole model, on every rank. All ranks call it."""
-        return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        return {name: _whole(tensor) for name, tensor in self.model.state_dict().items()}
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The gradients of all parameters, gathered one by one. All ranks call it."""
         for name, parameter in self.model.named_parameters():
-            yield name, None if parameter.grad is None else whole(parameter.grad)
+            yield name, None if parameter.grad is None else _whole(parameter.grad)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Whole state dicts of model and optimiser, by names, for the first rank to save. All ranks
@@ -165,3 +153,8 @@ class Trainer:
             optim_state_dict=optimizer,
             options=_WHOLE,
         )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, gathered from all ranks if it is sharded; then all ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -304,3 +304,27 @@ def test_what_a_run_wrote_is_shown_and_drawn_again(tmp_path: Path) -> None:
     assert "3 │" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert Plan.from_dict(json.loads(written.read_text())["plan"]) == plan
+
+
+def test_compiled_graphs_do_not_name_the_main_module(tmp_path: Path) -> None:
+    """They are cached as pickles, which a program with another main module reads as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "import pickle\n"
+        "import torch\n"
+        "from benchmarks.gpu.training.layers import compile_layers\n"
+        "from transformers.models.llama.modeling_llama import LlamaRMSNorm\n"
+        "compile_layers([LlamaRMSNorm(1)])\n"
+        "print(pickle.dumps(torch.contiguous_format))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "torch.contiguous_format" in done.stdout
+    assert "main__" not in done.stdout

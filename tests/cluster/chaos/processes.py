@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 from core_attention.shape import AttentionShape, format_shape
+from distca.apps.report.step_log import StepLog
+from distca.run_folder import RunFolder
 from tests import ROOT
 from tests.cluster.chaos.hosts import LOOPBACK, Host
 from tests.cluster.chaos.tick_log import TickReader
@@ -218,7 +220,7 @@ class Job:
                 f"--hidden-size={SHAPE.num_heads * SHAPE.head_dim}",
                 f"--heads={SHAPE.num_heads}", f"--kv-heads={SHAPE.num_heads_kv}",
                 f"--tokens-per-rank={settings.tokens_per_rank}",
-                "--span-ranks", "--min-forward-tokens=16", "--min-backward-tokens=16",
+                "--min-forward-tokens=16", "--min-backward-tokens=16",
                 f"--seed={settings.seed}", "--learning-rate=3e-4",
                 *settings.more,
                 *more,
@@ -270,9 +272,12 @@ class Job:
 
     @property
     def steps_begun(self) -> int:
-        """The step that rank 0 is in; -1 before the first tick."""
+        """The step that rank 0 is in; -1 before the first tick. After a restart its ticks count
+        from 0 again, and its step log goes on."""
         self.ticks[0].read()
-        return self.ticks[0].events[-1].step if self.ticks[0].events else -1
+        ticks = self.ticks[0].events
+        steps = StepLog(RunFolder(self.run_folder).step_log).read()
+        return max(ticks[-1].step if ticks else -1, steps[-1].step + 1 if steps else -1)
 
     @property
     def training(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from distca.apps.report.record import RunRecord, TrainingStep
+from distca.apps.report.record import TrainingStep
 from distca.apps.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from tests import ROOT
@@ -24,7 +26,6 @@ TINY = (
     "--heads=4",
     "--kv-heads=2",
     "--tokens-per-rank=256",
-    "--span-ranks",
     "--min-backward-tokens=16",
     "--min-forward-tokens=16",
 )
@@ -78,8 +79,16 @@ class LocalRun:
         """Steps logged so far."""
         return StepLog(self.folder.step_log).read()
 
-    def record(self) -> RunRecord:
-        return RunRecord.load(self.folder.record)
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.folder.record.read_text())
+        return found
+
+    def verified_steps(self) -> int:
+        """How many steps were equal to local attention; all that were compared must be."""
+        found = self.record()["verification"]
+        assert found["loss"] <= found["loss_tolerance"], found
+        assert found["gradient"] <= found["gradient_tolerance"], found
+        return int(found["steps"])
 
     def processes(self) -> dict[str, psutil.Process]:
         """Its processes by command, with a number where there are several: ``"train 1"``."""

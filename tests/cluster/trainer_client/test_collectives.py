@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distca.apps.train.sharding import shard_model
 from tests.support.forkserver import run_forked
 from tests.support.process_groups import process_group
 from trainer_client.errors import SessionClosed, SessionError
@@ -52,13 +53,11 @@ def model() -> tuple[nn.Sequential, list[nn.Module]]:
 
 def sharded() -> nn.Module:
     whole, layers = model()
-    return shard_model(
-        whole,
-        layers,
-        n_ranks=dist.get_world_size(),
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    return whole
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:

@@ -15,9 +15,9 @@ N_STEPS = 10
 def check_all_steps_equal_local_attention(project: ComposeProject) -> None:
     """A step that was disturbed has the loss and gradients of an undisturbed one."""
     record = project.run_record()
-    assert len(record.steps) == N_STEPS
-    assert record.verification is not None
-    assert record.verification.passed, record.verification
+    assert len(record["steps"]) == N_STEPS
+    found = record["verification"]
+    assert found["gradient"] <= found["gradient_tolerance"], found
 
 
 def test_a_job_outlives_a_killed_node_a_stopped_one_and_a_new_control_plane(

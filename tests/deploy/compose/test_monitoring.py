@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from distca.apps.report.record import RunRecord
 from tests import ROOT
 from tests.deploy.compose_project import TRAINING_SECONDS, ComposeProject, wait_until
 from tests.deploy.conftest import VERIFIED_TRAINING
@@ -56,7 +55,7 @@ class Observed:
     """
 
     exit_codes: list[int]
-    record: RunRecord
+    record: dict[str, Any]
     targets: list[dict[str, Any]]
     prometheus: Prometheus
     begin: float
@@ -106,15 +105,14 @@ def observed(docker: Docker, checkout: Path, compose_environ: dict[str, str]) ->
 
 def test_training_runs_to_its_end(observed: Observed) -> None:
     assert observed.exit_codes == [0, 0]
-    assert observed.record.finished
-    assert [step.step for step in observed.record.steps] == list(range(N_STEPS))
+    assert observed.record["finished"]
+    assert [step["step"] for step in observed.record["steps"]] == list(range(N_STEPS))
 
 
 def test_every_step_equals_local_attention(observed: Observed) -> None:
-    verification = observed.record.verification
-    assert verification is not None
-    assert verification.steps == N_STEPS
-    assert verification.passed, verification
+    found = observed.record["verification"]
+    assert found["steps"] == N_STEPS
+    assert found["gradient"] <= found["gradient_tolerance"], found
 
 
 def test_prometheus_scrapes_every_target(observed: Observed) -> None:

@@ -16,9 +16,8 @@ SERVICES = ("certificates", "control-plane", "attention-node", "trainer-0", "tra
 def test_training_with_mutual_tls(project: ComposeProject) -> None:
     project.up(nodes=1, services=SERVICES)
     assert project.wait_for_trainers() == [0, 0], project.tails()
-    verification = project.run_record().verification
-    assert verification is not None
-    assert verification.passed, verification
+    found = project.run_record()["verification"]
+    assert found["gradient"] <= found["gradient_tolerance"], found
 
     control_plane = project.container("control-plane")
     without = "env -u DISTCA_TLS_CERTIFICATE -u DISTCA_TLS_KEY distca health"

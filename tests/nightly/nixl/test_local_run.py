@@ -17,9 +17,7 @@ def test_a_local_run_trains_over_nixl(tmp_path: Path) -> None:
     try:
         ended = run.wait(START_SECONDS)
         assert ended.exit_code == 0, ended.output
-        verification = run.record().verification
-        assert verification is not None
-        assert verification.passed
+        assert run.verified_steps() == 2
         for name in ("attention-node-0", "attention-node-1", "trainer-0", "trainer-1"):
             assert "nixl peer" in (run.folder.logs / f"{name}.log").read_text(), name
     finally:

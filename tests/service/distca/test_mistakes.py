@@ -58,8 +58,6 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*PROFILE, "--output={here}/dir"), "dir: Is a directory"),
     ((*PROFILE, "--output=/proc/none/x"), "/proc/none/x: No such file or directory"),
     (("local", "--data={here}/none"), "does not exist"),
-    (("local", "--cut-documents", "--nano-batches=1"), "--nano-batches is 1"),
-    (("local", "--homes=planned", "--mode=pool"), "in a pool all rows travel"),
     (("local", "--runs-dir={here}/cut.pem/x"), "cannot be used"),
     ((*NODE, "--buffer-limit-mib=-1"), "--buffer-limit-mib is -1; it must be 0 or more"),
     ((*WIDE, "--buffer-limit-mib=1"), "give 3934720 or more (--buffer-limit-mib 4)"),

@@ -23,7 +23,6 @@ def example_record(*, n_steps: int = 12) -> RunRecord:
         dtype="float32",
         data="Python's standard library",
         n_ranks=2,
-        n_nano_batches=2,
         tokens_per_rank=4096,
         steps=tuple(_step(step) for step in range(n_steps)),
         detail=example_detail(),

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distca.apps.data.corpus import Corpus, fingerprint
-from distca.apps.data.sources import open_corpus
+from distca.apps.train.corpus import Corpus, open_corpus
 from distca.errors import DataError
 
 
 def texts(corpus: Corpus) -> list[str]:
     return [
-        corpus.tokens(document, 0, int(length)).tobytes().decode()
+        corpus.read(document, 0, int(length)).decode()
         for document, length in enumerate(corpus.lengths)
     ]
 
 
-def test_default_is_the_standard_library_without_installed_packages() -> None:
+def test_default_is_the_standard_library() -> None:
     corpus = open_corpus(None, "text")
-    names = {corpus.name(document) for document in range(len(corpus.lengths))}
-    assert "json/decoder.py" in names
-    assert not any("site-packages" in name for name in names)
     assert corpus.lengths.min() >= 1
+    assert any(
+        b"class JSONDecoder" in corpus.read(n, 0, 20_000) for n in range(len(corpus.lengths))
+    )
 
 
 def test_folder_gives_one_document_a_text_file_in_order_of_names(tmp_path: Path) -> None:
@@ -38,7 +38,6 @@ def test_folder_gives_one_document_a_text_file_in_order_of_names(tmp_path: Path)
     (tmp_path / ".hidden").write_text("no")
     corpus = open_corpus(tmp_path, "text")
     assert texts(corpus) == ["eins", "zwei"]
-    assert corpus.name(1) == "b/second.txt"
 
 
 def test_jsonl_takes_the_chosen_field_and_leaves_empty_texts_out(tmp_path: Path) -> None:
@@ -46,7 +45,6 @@ def test_jsonl_takes_the_chosen_field_and_leaves_empty_texts_out(tmp_path: Path)
     path.write_text("\n".join(json.dumps({"body": text}) for text in ("grün", "", "b")) + "\n\n")
     corpus = open_corpus(path, "body")
     assert texts(corpus) == ["grün", "b"]
-    assert corpus.name(1) == "document 2"
 
 
 def test_parquet_takes_the_chosen_column(tmp_path: Path) -> None:
@@ -57,9 +55,9 @@ def test_parquet_takes_the_chosen_column(tmp_path: Path) -> None:
 
 def test_fingerprint_differs_when_a_length_differs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("eins")
-    before = fingerprint(open_corpus(tmp_path, "text"))
+    before = open_corpus(tmp_path, "text").fingerprint
     (tmp_path / "a.txt").write_text("einst")
-    assert fingerprint(open_corpus(tmp_path, "text")) != before
+    assert open_corpus(tmp_path, "text").fingerprint != before
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -69,33 +67,27 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "where"),
     [
-        ("absent.jsonl", None, "does not exist"),
-        ("data.csv", b"a,b\n", "ends in '.csv'"),
-        ("data.jsonl", b"", "holds no line"),
-        ("data.jsonl", b"{]\n", "data.jsonl:1: this is no JSON"),
-        ("data.jsonl", b'{"text": %s}' % (b"9" * 5000), "data.jsonl:1: JSON that cannot be read"),
-        ("data.jsonl", b"[" * 100_000, "data.jsonl:1: JSON that cannot be read"),
-        (
-            "data.jsonl",
-            b'{"text": "a"}\n{"body": "b"}\n',
-            r"jsonl:2: no field 'text', only \['body",
-        ),
-        ("data.jsonl", b'["text"]\n', "no field 'text', only list"),
-        ("data.jsonl", b'{"text": 3}\n', "holds int, not text"),
-        ("data.jsonl", b'{"text": ""}\n', "all 1 documents are empty"),
-        ("data.jsonl", b"\xff\xfe\n", "cannot be read as UTF-8"),
-        ("data.parquet", b"not parquet", "cannot be read as Parquet"),
+        ("absent.jsonl", None, ""),
+        ("data.csv", b"a,b\n", ""),
+        ("data.jsonl", b"", ""),
+        ("data.jsonl", b"{]\n", ":1"),
+        ("data.jsonl", b'{"text": %s}' % (b"9" * 5000), ":1"),
+        ("data.jsonl", b"[" * 100_000, ":1"),
+        ("data.jsonl", b'{"text": "a"}\n{"body": "b"}\n', ":2"),
+        ("data.jsonl", b'["text"]\n', ":1"),
+        ("data.jsonl", b'{"text": 3}\n', ":1"),
+        ("data.jsonl", b'{"text": ""}\n', ""),
+        ("data.jsonl", b"\xff\xfe\n", ":0"),
+        ("data.parquet", b"not parquet", ""),
     ],
 )
-def test_bad_file_is_named_with_what_is_wrong(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_bad_file_is_named(tmp_path: Path, name: str, content: bytes | None, where: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=re.escape(f"{path}{where}")):
         open_corpus(path, "text")
 
 
@@ -114,22 +106,19 @@ def test_parquet_without_the_column_or_with_numbers_in_it_is_refused(tmp_path: P
     pq.write_table(pa.table({"id": [1]}), path)
     with pytest.raises(DataError, match=r"no column 'text', only \['id'\]"):
         open_corpus(path, "text")
-    with pytest.raises(DataError, match="column 'id' holds int64, not text"):
+    with pytest.raises(DataError, match=":1"):
         open_corpus(path, "id")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
-    with pytest.raises(DataError, match="holds no row"):
+    with pytest.raises(DataError, match="data"):
         open_corpus(path, "text")
 
 
 def test_folder_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no file"):
-        open_corpus(tmp_path, "text")
-    (tmp_path / "shard.parquet").write_bytes(b"PAR1\0")
-    with pytest.raises(DataError, match="no text file among its 1 files"):
-        open_corpus(tmp_path, "text")
-    (tmp_path / "shard.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match="files are empty"):
-        open_corpus(tmp_path, "text")
+    for content in (None, b"PAR1\0", b""):
+        if content is not None:
+            (tmp_path / "shard.parquet").write_bytes(content)
+        with pytest.raises(DataError, match=tmp_path.name):
+            open_corpus(tmp_path, "text")
 
 
 def test_file_that_shrinks_or_vanishes_while_training_is_named(tmp_path: Path) -> None:
@@ -137,7 +126,7 @@ def test_file_that_shrinks_or_vanishes_while_training_is_named(tmp_path: Path) -
     path.write_text("a long text")
     corpus = open_corpus(tmp_path, "text")
     path.write_text("a")
-    with pytest.raises(DataError, match=r"a\.txt had 11 bytes"):
+    with pytest.raises(DataError, match="document 0 had 11 bytes"):
         corpus.tokens(0, 0, 11)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.txt: No such file"):

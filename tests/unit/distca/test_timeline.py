@@ -16,13 +16,10 @@ def spans(trace: list[TraceEvent], lane: str, name: str) -> list[tuple[float, fl
 
 FORWARD = [
     TraceEvent("nano-batch 0", "send", 1.0, 1.5, "layer 0 forward"),
-    TraceEvent("nano-batch 0", "turn", 0.0, 1.5, "forward"),
     TraceEvent("nano-batch 1", "send", 2.0, 2.5, "layer 0 forward"),
-    TraceEvent("nano-batch 1", "turn", 1.5, 2.5, "forward"),
     TraceEvent("nano-batch 0", "wait", 2.5, 3.0, "layer 0 forward"),
-    TraceEvent("nano-batch 0", "turn", 2.5, 4.0, "forward"),
+    TraceEvent("nano-batch 0", "send", 3.5, 4.0, "layer 1 forward"),
     TraceEvent("nano-batch 1", "wait", 4.0, 4.1, "layer 0 forward"),
-    TraceEvent("nano-batch 1", "turn", 4.0, 5.0, "forward"),
 ]
 BACKWARD = [
     TraceEvent("nano-batch 1", "send", 6.0, 6.5, "layer 0 backward"),
@@ -32,14 +29,11 @@ BACKWARD = [
 ]
 
 
-def test_compute_of_the_forward_pass_is_what_turns_leave() -> None:
-    assert spans(FORWARD, "nano-batch 0", "compute forward") == [(0.0, 1.0), (3.0, 4.0)]
-    assert spans(FORWARD, "nano-batch 1", "compute forward") == [(1.5, 2.0), (4.1, 5.0)]
-
-
-def test_compute_of_the_backward_pass_belongs_to_who_sends_after_it() -> None:
+def test_compute_belongs_to_what_is_sent_after_it() -> None:
     trace = FORWARD + BACKWARD
-    assert spans(trace, "nano-batch 1", "compute backward") == [(5.0, 6.0)]
+    assert spans(trace, "nano-batch 0", "compute forward") == [(0.0, 1.0), (3.0, 3.5)]
+    assert spans(trace, "nano-batch 1", "compute forward") == [(1.5, 2.0)]
+    assert spans(trace, "nano-batch 1", "compute backward") == [(4.1, 6.0)]
     assert spans(trace, "nano-batch 0", "compute backward") == [(6.5, 7.0)]
 
 
@@ -53,9 +47,5 @@ def test_servers_come_last_and_short_gaps_are_left_out() -> None:
     kernel = TraceEvent("in-place server", "kernel", 1.6, 1.9, "forward")
     trace = [kernel, *FORWARD]
     assert readable_timeline(trace)[-1].lane == "in-place server"
-    almost = [
-        TraceEvent("nano-batch 0", "turn", 0.0, 1.0, "forward"),
-        TraceEvent("nano-batch 0", "send", 0.99999, 1.0, "layer 0 forward"),
-        TraceEvent("nano-batch 0", "wait", 0.00001, 0.5, "layer 0 forward"),
-    ]
-    assert spans(almost, "nano-batch 0", "compute forward") == [(0.5, 0.99999)]
+    almost = [TraceEvent("nano-batch 0", "send", 0.00001, 0.5, "layer 0 forward")]
+    assert spans(almost, "nano-batch 0", "compute forward") == []

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distca.apps.data.sources import open_corpus
 from distca.apps.simulator.length_files import read_lengths
+from distca.apps.train.corpus import open_corpus
 
 
 def test_text_has_one_number_a_line(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_lone_surrogate_is_as_long_as_training_has_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "\\ud800abc"}\n')
     corpus = open_corpus(path, "text")
-    assert corpus.tokens(0, 0, 6).tobytes() == b"\xed\xa0\x80abc"
+    assert corpus.read(0, 0, 6) == b"\xed\xa0\x80abc"
     assert read_lengths(path, bytes_per_token=1).lengths.tolist() == corpus.lengths.tolist() == [6]
 
 

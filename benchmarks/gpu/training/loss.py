@@ -10,29 +10,13 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from distca.apps.data.batch import IGNORED_LABEL, TokenBatch
+IGNORED_LABEL = -100
+"""Marks a row that predicts nothing; cross entropy leaves it out."""
 
 DEFAULT_CHUNK_ROWS = 8192
 """So few sums of the weight's gradient that they take 2% of the time of the matrix products; 2 GB
 of bfloat16 logits for a vocabulary of 128K."""
-
-
-def summed_loss(logits: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Sum of the cross entropy over the predicted tokens of ``batch``, in float32 or, of
-    wider logits, in their dtype.
-
-    Args:
-        logits: ``[1, n_tokens, vocabulary]``.
-        batch: of the same rows; its labels are the next tokens already.
-    """
-    return functional.cross_entropy(
-        logits[0].to(torch.promote_types(logits.dtype, torch.float32)),
-        batch.labels[0],
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-    )
 
 
 def chunked_loss(
@@ -41,7 +25,7 @@ def chunked_loss(
     labels: torch.Tensor,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> torch.Tensor:
-    """:func:`summed_loss` of the logits ``hidden @ weight.T``, of which a chunk exists at a time.
+    """Summed cross entropy of the logits ``hidden @ weight.T``, of which a chunk exists at a time.
 
     Args:
         hidden: ``[n_tokens, width]``.
@@ -70,19 +54,15 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_rows: int,
     ) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = None
-        if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for begin in range(0, len(hidden), chunk_rows):
             rows = slice(begin, begin + chunk_rows)
             chunk_loss, d_logits = _loss_and_gradient(hidden[rows] @ weight.t(), labels[rows])
             loss += chunk_loss
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[rows])
-            if d_weight is not None:
-                d_weight += d_logits.t() @ hidden[rows]
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+            torch.mm(d_logits, weight, out=d_hidden[rows])
+            d_weight += d_logits.t() @ hidden[rows]
+        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
         return loss
 
     @staticmethod
@@ -90,10 +70,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         # In place: they are this operation's own, and as large as nothing else here.
-        for tensor in (d_hidden, d_weight):
-            if tensor is not None:
-                tensor.mul_(gradient)
-        return d_hidden, d_weight, None, None
+        return d_hidden.mul_(gradient), d_weight.mul_(gradient), None, None
 
 
 def _loss_and_gradient(
@@ -102,16 +79,13 @@ def _loss_and_gradient(
     """Summed loss of some rows, and its gradient in the dtype of ``logits``, whose memory it may
     take."""
     if logits.device.type == "cuda":
-        from distca.apps.train.gpu_loss import loss_in_place
+        from benchmarks.gpu.training.gpu_loss import loss_in_place
 
         return loss_in_place(logits, labels, IGNORED_LABEL)
-    dtype = logits.dtype
-    logits = logits.float()
-    counted = labels != IGNORED_LABEL
-    target = labels.clamp(min=0)[:, None]
-    lse = torch.logsumexp(logits, -1)
-    loss = ((lse - logits.gather(1, target)[:, 0]) * counted).sum()
-    gradient = logits.sub_(lse[:, None]).exp_()
-    gradient.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
-    gradient *= counted[:, None]
-    return loss, gradient.to(dtype)
+    with torch.enable_grad():
+        leaf = logits.float().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(
+            leaf, labels, ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient.to(logits.dtype)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distca.apps.data.batch import IGNORED_LABEL, TokenBatch
-from distca.apps.train.loss import chunked_loss, summed_loss
+from benchmarks.gpu.training.loss import IGNORED_LABEL, chunked_loss
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -28,9 +27,8 @@ def plain(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss and gradients of whole logits in float64; the loss counts threefold."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    batch = TokenBatch(labels[None], labels[None], labels[None])
     loss = torch.nn.functional.cross_entropy(
-        hidden @ weight.t(), batch.labels[0], ignore_index=IGNORED_LABEL, reduction="sum"
+        hidden @ weight.t(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
     )
     (3 * loss).backward()
     assert hidden.grad is not None
@@ -57,22 +55,6 @@ def test_chunked_loss_and_gradients_equal_those_of_whole_logits(
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
     assert relative(hidden.grad, d_hidden) < 1e-5
     assert relative(weight.grad, d_weight) < 1e-5
-
-
-def test_chunked_loss_equals_the_loss_of_logits() -> None:
-    hidden, weight, labels = example(20, torch.float32)
-    batch = TokenBatch(labels[None], labels[None], labels[None])
-    with torch.no_grad():
-        whole = summed_loss((hidden @ weight.t())[None], batch)
-        assert float(chunked_loss(hidden, weight, labels, 7)) == pytest.approx(float(whole))
-
-
-def test_frozen_weights_get_no_gradient() -> None:
-    hidden, weight, labels = example(20, torch.float32)
-    weight.requires_grad_(False)
-    chunked_loss(hidden, weight, labels, 7).backward()
-    assert weight.grad is None
-    assert hidden.grad is not None
 
 
 @pytest.mark.gpu

@@ -1,1 +1,0 @@
-"""Training data: a corpus of documents, and their packing into the batches of a step."""
