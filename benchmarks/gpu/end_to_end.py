@@ -41,7 +41,6 @@ from rich.table import Table
 from benchmarks.gpu.training import methods
 from benchmarks.gpu.training.batches import ONE_DOCUMENT, Batch, draw_batch
 from benchmarks.gpu.training.methods import Disaggregated, RankSettings
-from benchmarks.gpu.training.pictures import save_timeline
 from benchmarks.gpu.training.rank_processes import joined, launch_in_time, let_go, spawned
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
@@ -170,7 +169,7 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
     began = time.perf_counter()
     way = methods.make(name, settings)
     again = drawn[plan.warm_ups :][: plan.n_traced(name)]
-    found: dict[str, Any] = {"way": name, "steps": [], "memory": [], "traces": [], "timeline": []}
+    found: dict[str, Any] = {"way": name, "steps": [], "memory": [], "traces": []}
     try:
         way.prepare([*drawn, *again])
         found["prepare_seconds"] = time.perf_counter() - began
@@ -185,8 +184,6 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
                 found["steps"].append(asdict(result))
                 found["memory"] = memory
                 _keep(found, settings)
-        found["timeline"] = way.timeline() if isinstance(way, Disaggregated) else []
-        _keep(found, settings)
         for i in range(len(again)):
             found["traces"].append(_traced_step(way, len(drawn) + i, settings))
             _keep(found, settings)
@@ -509,23 +506,16 @@ def main(
         typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    timeline_png: Annotated[
-        Path | None,
-        typer.Option(
-            help="Picture of a step of the first way that has one: a traced step of rank 0's "
-            "device, or what the thread did."
-        ),
-    ] = None,
     from_json: Annotated[
         Path | None,
-        typer.Option(help="Show, and draw, what an earlier run wrote instead of measuring."),
+        typer.Option(help="Show what an earlier run wrote instead of measuring."),
     ] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
     if from_json is not None:
         written = json.loads(from_json.read_text())
         plan = Plan.from_dict(written["plan"])
-        _present(plan, written["ways"], _name_of(plan), timeline_png)
+        _present(plan, written["ways"], _name_of(plan))
         return
     model = ModelShape(layers=layers, vocabulary=vocabulary)
     if tiny:
@@ -558,7 +548,7 @@ def main(
     results = measure(plan)
     if json_path is not None:
         json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")
-    _present(plan, results, f"{device_name(torch.device(device))}, {_name_of(plan)}", timeline_png)
+    _present(plan, results, f"{device_name(torch.device(device))}, {_name_of(plan)}")
 
 
 def _name_of(plan: Plan) -> str:
@@ -566,17 +556,10 @@ def _name_of(plan: Plan) -> str:
     return f"{plan.ranks}{nodes} devices, {plan.model.layers} layers, {plan.tokens_per_rank} tokens"
 
 
-def _present(
-    plan: Plan, results: Sequence[dict[str, Any]], title: str, timeline_png: Path | None
-) -> None:
+def _present(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
     if not results:
         raise SystemExit("no step was measured; what went wrong is above")
     show(plan, results, title)
-    if timeline_png is not None:
-        drawable = [result for result in results if result["timeline"] or result["traces"]]
-        if not drawable:
-            raise SystemExit("no way has a timeline: run one of DistCA's, or --trace one on GPUs")
-        save_timeline(drawable[0], title, timeline_png)
 
 
 if __name__ == "__main__":

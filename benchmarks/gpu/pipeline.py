@@ -5,8 +5,6 @@ Every way runs the same documents, the same model and the same optimiser, in one
 * drawn: 1F1B, documents in microbatches as they come;
 * even: 1F1B, whole documents packed to nearly equal sums of squares in all microbatches, each of
   which has as many tokens as before: the strong baseline;
-* interleaved, zero-bubble: PyTorch's own orders on the same microbatches, two stages a rank;
-* even-pool: DistCA in place as in the paper: same-phase order, every tick spread evenly;
 * idle-aware: DistCA in place under 1F1B, idle ranks take more; idle-aware-drawn: on documents as
   they come.
 
@@ -16,10 +14,9 @@ backward. ``even`` under a way's own schedule has the memory that the schedule n
 
     python -m benchmarks.gpu.pipeline --stages 4 --json out.json
 
-Layers are recomputed but for core attention, except under PyTorch's zero-bubble order. The
-optimiser's learning rate is 0, so that all ways see the same weights and their losses must agree. A
-way that cannot run, fails or stalls is named and left out; the others go on. What is measured is
-written to ``--json`` after every step.
+Layers are recomputed but for core attention. The optimiser's learning rate is 0, so that all ways
+see the same weights and their losses must agree. A way that cannot run, fails or stalls is named
+and left out; the others go on. What is measured is written to ``--json`` after every step.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ import typer
 
 from benchmarks.gpu.end_to_end import gathered, settle, start_control_plane
 from benchmarks.gpu.training.batches import Batch, CannotRun
-from benchmarks.gpu.training.methods import RankSettings, imbalance
+from benchmarks.gpu.training.methods import RankSettings
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
 from benchmarks.gpu.training.pipeline_pictures import save_pipelines
 from benchmarks.gpu.training.pipeline_rank import N_HALVES, PipelineWay, Stages
@@ -48,15 +45,14 @@ from benchmarks.gpu.training.pipeline_report import disagreements, show
 from benchmarks.gpu.training.pipeline_ways import (
     DEFAULT,
     NAMES,
+    ORDERS,
     layout_of,
     require_runnable,
     way_of,
 )
 from benchmarks.gpu.training.rank_processes import joined, launch_in_time, let_go, spawned
 from benchmarks.gpu.training.stack import ModelShape
-from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
-from core_attention.schedule_orders import SCHEDULES
 from distca.apps.local.supervisor import Supervisor
 
 _POLL_SECONDS = 0.5
@@ -82,7 +78,6 @@ class Plan:
         tolerance: eps of DistCA's plans.
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
-        traced: ways of which a step is run once more under the profiler.
         deadline_seconds: of the whole run.
         step_seconds: that ranks may take from one sign of life to the next.
     """
@@ -100,14 +95,13 @@ class Plan:
     tolerance: float
     device: str
     compiled: bool
-    traced: tuple[str, ...]
     deadline_seconds: float
     step_seconds: float
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Plan:
         """The reverse of ``dataclasses.asdict`` and JSON."""
-        names = ("microbatches", "seeds", "ways", "traced")
+        names = ("microbatches", "seeds", "ways")
         lists = {name: tuple(fields[name]) for name in names}
         return cls(**fields | lists | {"model": ModelShape(**fields["model"])})
 
@@ -125,15 +119,11 @@ class Plan:
         ]
 
     def drawn(self, case: Case) -> list[tuple[Batch, Layout]]:
-        """The steps of a case: first those to warm up on, last the traced one."""
+        """The steps of a case, first those to warm up on."""
         way = way_of(case.way)
         laid = [(batch, layout_of(way, batch)) for batch in self.batches(case.n_microbatches)]
         warming = [laid[i % len(laid)] for i in range(self.warm_ups)]
-        return warming + laid + laid[: self.traces(case)]
-
-    def traces(self, case: Case) -> int:
-        """Steps of it that are traced."""
-        return int(self.device == "cuda" and case.way in self.traced)
+        return warming + laid
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,6 @@ def run_case(
         "microbatches": case.n_microbatches,
         "state": "begun",
         "steps": [],
-        "traces": [],
     }
 
     def keep() -> None:
@@ -220,8 +209,7 @@ def run_case(
             "linear_seconds": running.linear_seconds,
             "prepare_seconds": time.perf_counter() - began,
         }
-        n_steps = len(drawn) - plan.traces(case)
-        for step in range(n_steps):
+        for step in range(len(drawn)):
             if on_gpu and step == plan.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
             result = run_step(running, step, *drawn[step], settings)
@@ -230,8 +218,6 @@ def run_case(
             if step >= plan.warm_ups:
                 found["steps"].append(result)
             keep()
-        for step in range(n_steps, len(drawn)):
-            found["traces"].append(_traced_step(running, step, settings))
         found["state"] = "done"
         keep()
     finally:
@@ -288,27 +274,6 @@ def _memory(running: PipelineWay, device: torch.device) -> dict[str, float]:
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "buffers_gib": running.buffer_bytes / 2**30,
         "device_gib": (total - free) / 2**30,
-    }
-
-
-def _traced_step(running: PipelineWay, step: int, settings: RankSettings) -> dict[str, Any]:
-    """A step under the profiler: where each rank's time goes, and rank 0's kernels."""
-
-    def run() -> None:
-        norm = running.run(step)
-        settle(settings.device)
-        running.finish(norm)
-
-    settle(settings.device)
-    found = traced(run)
-    names = ("seconds", "busy_seconds", "idle_seconds", "by_category", "longest_gaps")
-    ranks = gathered({name: found.get(name) for name in names})
-    attention = [(rank["by_category"] or {}).get("attention", 0.0) for rank in ranks]
-    return {
-        "ranks": ranks,
-        "attention_seconds": attention,
-        "imbalance": imbalance(attention),
-        **(found if settings.rank == 0 else {}),
     }
 
 
@@ -407,7 +372,7 @@ _OVER = ("done", "left out")
 
 
 def _empty(case: Case) -> dict[str, Any]:
-    return {"way": case.way, "microbatches": case.n_microbatches, "steps": [], "traces": []}
+    return {"way": case.way, "microbatches": case.n_microbatches, "steps": []}
 
 
 def _run_group(
@@ -450,7 +415,7 @@ def main(
         str,
         typer.Option(
             help=f"With commas: {', '.join(NAMES)}; also with a schedule behind, such as "
-            f"idle-aware@zero-bubble ({', '.join(SCHEDULES)}, zero-bubble:N)."
+            f"idle-aware@zero-bubble ({', '.join(ORDERS)}, zero-bubble:N)."
         ),
     ] = ",".join(DEFAULT),
     layers: Annotated[int, typer.Option(help="Of the Llama-3-8B shape.")] = 8,
@@ -474,7 +439,6 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile parts of the layers.")] = True,
-    trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     verify: Annotated[
         bool,
         typer.Option(
@@ -502,8 +466,8 @@ def main(
     """Training steps in a pipeline, in several ways.
 
     A step of the defaults (4 stages, 8 layers) takes 6 to 18 s on H200s, building and joining 10
-    to 30 s a way. So m = 4 with 5 batches of the ways drawn, even, even-pool and idle-aware takes
-    about 5 minutes, m = 8 about 9: two calls. With --stages 2 a step takes twice as long for the
+    to 30 s a way. So m = 4 with 5 batches of the ways drawn, even and idle-aware takes about 4
+    minutes, m = 8 about 9: two calls. With --stages 2 a step takes twice as long for the
     same layers: give --layers 4. At --deadline it ends, and shows what it has.
     """
     if from_json is not None:
@@ -526,11 +490,10 @@ def main(
             tolerance=eps,
             device=device,
             compiled=compiled,
-            traced=tuple(filter(None, trace.split(","))),
             deadline_seconds=deadline,
             step_seconds=step_timeout,
         )
-        for name in (*plan.ways, *plan.traced):
+        for name in plan.ways:
             way_of(name)
         plan.batches(min(plan.microbatches))
     except ValueError as error:

@@ -29,7 +29,6 @@ from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
 from core_attention.shape import AttentionShape
 from distca.apps.report.measurements import StepMeasurements, tick_imbalance
-from distca.apps.report.readable_timeline import readable_timeline
 from trainer_client import Placement, Session, SessionOptions, StepReport
 
 logger = logging.getLogger(__name__)
@@ -238,7 +237,6 @@ class Disaggregated:
         )
         self._steps: list[tuple[list[Any], int]] = []
         self._report: StepReport | None = None
-        self._trace: list[Any] = []
 
     def prepare(self, drawn: Sequence[Batch]) -> None:
         """See :class:`Method`."""
@@ -270,7 +268,7 @@ class Disaggregated:
                 dist.all_reduce(torch.zeros(1))
             loss = self.stack.forward_backward(tensors, predicted)
             self.stack.update()
-        self._report, self._trace = running.report, running.trace
+        self._report = running.report
         return Measured(loss)
 
     def finish(self, step: int, measured: Measured) -> None:
@@ -291,10 +289,6 @@ class Disaggregated:
     def buffer_bytes(self) -> float:
         """Memory of message buffers, in use or idle, which is not PyTorch's."""
         return pool_bytes(self.session)
-
-    def timeline(self) -> list[Any]:
-        """This rank's timeline of the last step."""
-        return [vars(event) for event in readable_timeline(self._trace)]
 
     def close(self) -> None:
         """See :class:`Method`."""

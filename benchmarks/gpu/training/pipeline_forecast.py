@@ -18,13 +18,7 @@ def one_f_one_b(n_stages: int, n_microbatches: int, linear: float, attention: fl
     return (n_microbatches + n_stages - 1) * (linear + attention)
 
 
-def even_pool(n_stages: int, n_microbatches: int, linear: float, attention: float) -> float:
-    """Attention of each tick spread evenly over all ranks: l + n a / p."""
-    ticks = active_stages(n_stages, n_microbatches)
-    return sum(linear + n * attention / n_stages for n in ticks)
-
-
 def idle_aware(n_stages: int, n_microbatches: int, linear: float, attention: float) -> float:
-    """The same with idle ranks taking more: max(l, n (l + a) / p)."""
+    """Attention of a tick spread over all ranks, idle ones taking more: max(l, n (l + a) / p)."""
     ticks = active_stages(n_stages, n_microbatches)
     return sum(max(linear, n * (linear + attention) / n_stages) for n in ticks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.training import attention, batches
-from benchmarks.gpu.training.batches import Batch, CannotRun
+from benchmarks.gpu.training.batches import Batch
 from benchmarks.gpu.training.layers import checkpoint_layers, compile_layers
 from benchmarks.gpu.training.methods import (
     RankSettings,
@@ -29,19 +27,12 @@ from benchmarks.gpu.training.methods import (
     predicted_tokens,
 )
 from benchmarks.gpu.training.microbatches import Layout, cut_in_halves, in_halves
-from benchmarks.gpu.training.pipeline_ways import (
-    EVEN,
-    TORCH_SCHEDULES,
-    Way,
-    in_flight,
-    stage_layers,
-)
+from benchmarks.gpu.training.pipeline_ways import Way, in_flight, stage_layers
 from benchmarks.gpu.training.stages import StageModule
 from benchmarks.gpu.training.stopwatch import Stopwatch
 from core_attention.arrays import Int64Array
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
-from core_attention.plan import SlotForecast
 from distca.apps.report.measurements import StepMeasurements
 from distca.contract.rpc import Reason, RpcError
 from trainer_client import (
@@ -60,9 +51,6 @@ from trainer_client.pipelines.stage_seconds import StageSeconds
 
 N_HALVES = 2
 """Nano-batches of a microbatch in DistCA's ways."""
-_NO_SECONDS = 1e-9
-"""What an even plan is told that a stage computes beside attention, of what it does: nothing, but
-the session wants numbers above 0."""
 _REPORT_SECONDS = 5.0
 _PLAN_SECONDS = 120.0
 _REHEARSED = 10
@@ -101,12 +89,12 @@ class Stages:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
-        self._key: tuple[int, bool, bool] | None = None
+        self._key: bool | None = None
         self._built: Built | None = None
 
     def of(self, way: Way) -> Built:
         """The stages of ``way``. All ranks call it."""
-        key = way.n_chunks, way.has_backwards_of_torch, way.defers_weights
+        key = way.defers_weights
         if self._built is None or self._key != key:
             self._built = None
             gc.collect()
@@ -117,12 +105,8 @@ class Stages:
 
     def _build(self, way: Way) -> Built:
         settings = self._settings
-        n_ranks, n_stages = settings.n_ranks, settings.n_ranks * way.n_chunks
-        layers = stage_layers(settings.model.layers, n_stages)
-        modules = {
-            stage: self._module(layers, stage, in_parts=way.has_backwards_of_torch)
-            for stage in range(settings.rank, n_stages, n_ranks)
-        }
+        layers = stage_layers(settings.model.layers, settings.n_ranks)
+        modules = {settings.rank: self._module(layers, settings.rank)}
         deferred = {}
         if way.defers_weights:
             deferred = {stage: defer_weights(module) for stage, module in modules.items()}
@@ -131,7 +115,7 @@ class Stages:
             stage: (module, partial(self._run_alone, module, stage, tokens))
             for stage, module in modules.items()
         }
-        seconds = measure_stages(runs, n_stages, tokens)
+        seconds = measure_stages(runs, settings.n_ranks, tokens)
         parameters = [p for module in modules.values() for p in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=settings.device.type == "cuda")
         return Built(
@@ -159,7 +143,7 @@ class Stages:
             built.rehearsed.add(tokens)
         built.optimizer.zero_grad(set_to_none=True)
 
-    def _module(self, layers: tuple[int, ...], stage: int, *, in_parts: bool) -> StageModule:
+    def _module(self, layers: tuple[int, ...], stage: int) -> StageModule:
         settings = self._settings
         auto: Any = AutoModelForCausalLM
         torch.manual_seed(0)
@@ -173,16 +157,10 @@ class Stages:
         # While it is whole.
         check_documents(model)
         begin = sum(layers[:stage])
-        module = StageModule(
-            model,
-            range(begin, begin + layers[stage]),
-            backward_in_parts=in_parts,
-        )
-        # PyTorch's backwards in two parts do not support compiled functions.
-        if settings.compiled and not in_parts:
+        module = StageModule(model, range(begin, begin + layers[stage]))
+        if settings.compiled:
             compile_layers(module.layers)
-        if not in_parts:
-            checkpoint_layers(module.layers)
+        checkpoint_layers(module.layers)
         return module
 
     def _run_alone(self, module: StageModule, stage: int, tokens: int) -> torch.Tensor:
@@ -241,8 +219,6 @@ class PipelineWay:
         n_microbatches: of a step.
         drawn: each step's documents, and which microbatch holds which.
 
-    Raises:
-        CannotRun: this PyTorch has no such schedule.
     """
 
     def __init__(
@@ -300,8 +276,8 @@ class PipelineWay:
 
     @property
     def in_flight(self) -> list[float]:
-        """By rank, microbatches whose activations the schedule keeps at most; empty: not known."""
-        return [] if self._table is None else in_flight(self._table)
+        """By rank, microbatches whose activations the schedule keeps at most."""
+        return in_flight(self._table)
 
     @property
     def linear_seconds(self) -> list[float]:
@@ -360,8 +336,6 @@ class PipelineWay:
             time.sleep(0.05)
         slots = found.plan.slots
         assert slots is not None
-        if self._way.attention == EVEN:
-            slots = _with_base(slots, slots.base_seconds / _NO_SECONDS)
         told: dict[str, Any] = {
             "plan_seconds": found.plan_seconds,
             "reason": found.plan.reason,
@@ -384,16 +358,14 @@ class PipelineWay:
         self._built.optimizer.zero_grad(set_to_none=True)
 
     def _open(self, name: str) -> Session:
-        settings, built, way = self._settings, self._built, self._way
+        settings, built = self._settings, self._built
         keep_profile(settings)
-        assert self._table is not None
-        share = _NO_SECONDS if way.attention == EVEN else 1.0
         pipelining = Pipelining(
             schedule=self._table,
             pipeline_ranks=range(settings.n_ranks),
             layers=built.layers,
-            forward_seconds=[share * seconds for seconds in built.seconds.forward_seconds],
-            backward_seconds=[share * seconds for seconds in built.seconds.backward_seconds],
+            forward_seconds=built.seconds.forward_seconds,
+            backward_seconds=built.seconds.backward_seconds,
         )
         options = SessionOptions(
             control_plane=settings.control_plane,
@@ -420,15 +392,6 @@ class PipelineWay:
         }
         if name == "1f1b":
             return Schedule1F1B(stages[0], self._n, **options)
-        if name in TORCH_SCHEDULES:
-            module = importlib.import_module("torch.distributed.pipelining")
-            kind = getattr(module, TORCH_SCHEDULES[name], None)
-            if kind is None:
-                raise CannotRun(
-                    f"{self._way.name}: torch {torch.__version__} has no {TORCH_SCHEDULES[name]}"
-                )
-            return kind(stages, self._n, **options)
-        assert self._table is not None
         return runtime_of(self._table, stages, **options)
 
     def _wait_for_plans(self, session: Session) -> None:
@@ -604,12 +567,3 @@ def _choose_before(stage: Any, choose: Callable[[int], None]) -> None:
         return forward(chunk, *args, **kwargs)
 
     stage.forward_one_chunk = forward_one_chunk
-
-
-def _with_base(slots: SlotForecast, base: np.ndarray[Any, Any]) -> SlotForecast:
-    """The same attention on top of another base."""
-    return SlotForecast(
-        home_seconds=slots.home_seconds,
-        base_seconds=base,
-        seconds=slots.seconds - slots.base_seconds + base,
-    )

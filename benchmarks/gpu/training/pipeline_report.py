@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.training.pipeline_forecast import even_pool, idle_aware, one_f_one_b
-from benchmarks.gpu.training.pipeline_ways import EVEN, HOME, Way, way_of
+from benchmarks.gpu.training.pipeline_forecast import idle_aware, one_f_one_b
+from benchmarks.gpu.training.pipeline_ways import Way, way_of
 
 BASELINES = ("even", "drawn")
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
 NORM_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Relative. Ways add up in other orders: hundreds of roundings of 2^-24 or of 2^-9, most of which
 cancel in a mean over all tokens; a norm has the gradients' own roundings as well."""
-
-_FORMULAS: dict[str, Callable[[int, int, float, float], float]] = {
-    HOME: one_f_one_b,
-    EVEN: even_pool,
-    "idle-aware": idle_aware,
-}
 
 Case = dict[str, Any]
 
@@ -45,11 +39,6 @@ def show(plan: dict[str, Any], cases: Sequence[Case], title: str) -> None:
         served = [case for case in measured if way_of(case["way"]).served]
         if served:
             console.print(_served_table(served, f"{name}: DistCA"))
-        traced = [case for case in measured if case["traces"]]
-        if traced:
-            console.print(
-                _trace_table(traced, f"{name}: a traced step of the first batch, seconds")
-            )
     wrong = disagreements(plan, cases)
     for line in wrong or ["losses and gradients' norms of all ways agree on every batch"]:
         console.print(line)
@@ -100,7 +89,7 @@ def forecasts(
     measured = _baseline(cases, BASELINES)
     if measured is None:
         return {}
-    formula = _FORMULAS[way.attention]
+    formula = idle_aware if way.served else one_f_one_b
     return {
         step["seed"]: formula(
             plan["stages"], n_microbatches, *compute_seconds(step, n_microbatches)
@@ -251,28 +240,6 @@ def _exposed(step: dict[str, Any]) -> str:
     if None in seconds:
         return "?"
     return f"{np.mean(seconds) / step['seconds']:.1%}"
-
-
-def _trace_table(cases: Sequence[Case], title: str) -> Table:
-    names = sorted({
-        name
-        for case in cases
-        for rank in case["traces"][0]["ranks"]
-        for name in rank["by_category"] or {}
-    })  # fmt: skip
-    table = _table(title, "way", "rank", "step", "device idle", *names)
-    for case in cases:
-        for at, rank in enumerate(case["traces"][0]["ranks"]):
-            if rank["seconds"] is None:
-                continue
-            table.add_row(
-                case["way"],
-                str(at),
-                f"{rank['seconds']:.2f}",
-                f"{rank['idle_seconds']:.2f}",
-                *(f"{rank['by_category'].get(name, 0.0):.2f}" for name in names),
-            )
-    return table
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.gpu.training.batches import Batch, CannotRun
@@ -11,17 +11,6 @@ from benchmarks.gpu.training.stack import ModelShape
 from core_attention.errors import ScheduleError
 from core_attention.schedule import Schedule
 from core_attention.schedule_orders import SCHEDULES, Order, zero_bubble
-
-HOME, EVEN, IDLE_AWARE = "home", "even", "idle-aware"
-"""Who computes core attention: each stage its own, all ranks equally, or idle ranks more of it."""
-
-TORCH_INTERLEAVED, TORCH_ZERO_BUBBLE = "torch-interleaved", "torch-zero-bubble"
-TORCH_SCHEDULES = {
-    TORCH_INTERLEAVED: "ScheduleInterleaved1F1B",
-    TORCH_ZERO_BUBBLE: "ScheduleInterleavedZeroBubble",
-}
-"""Orders that PyTorch brings, two stages a rank, and its classes of them."""
-_CHUNKS = 2
 
 LAYOUTS = {"drawn": as_drawn, "even": evenly}
 """By name: the documents as they come, or packed to equal sums of squares."""
@@ -34,71 +23,56 @@ class Way:
     Attributes:
         name: of it.
         layout: of documents in microbatches, one of LAYOUTS.
-        schedule: one of ``SCHEDULES`` or TORCH_SCHEDULES, or ``zero-bubble:N``, see ``order_of``.
-        attention: HOME, EVEN or IDLE_AWARE.
+        schedule: one of ORDERS, or ``zero-bubble:N``, see ``order_of``.
+        served: whether idle ranks take more of core attention, by DistCA; else each stage computes
+            its own.
     """
 
     name: str
     layout: str
     schedule: str
-    attention: str
-
-    @property
-    def n_chunks(self) -> int:
-        """Stages of a rank."""
-        return _CHUNKS if self.schedule in (*TORCH_SCHEDULES, "interleaved") else 1
-
-    @property
-    def has_backwards_of_torch(self) -> bool:
-        """Whether PyTorch computes gradients of weights apart; then layers cannot be recomputed."""
-        return self.schedule == TORCH_ZERO_BUBBLE
+    served: bool
 
     @property
     def defers_weights(self) -> bool:
         """Whether linear layers put off gradients of weights."""
         # Whatever its sizes.
-        own = order_of(self.schedule)
-        return own is not None and own(2, 2).has_backwards_in_parts
+        return order_of(self.schedule)(2, 2).has_backwards_in_parts
 
-    @property
-    def served(self) -> bool:
-        """Whether it is one of DistCA's."""
-        return self.attention != HOME
-
-    def table(self, n_ranks: int, n_microbatches: int) -> Schedule | None:
-        """Its schedule as data; None of PyTorch's own zero-bubble order, which its class makes."""
-        if self.schedule == TORCH_ZERO_BUBBLE:
-            return None
-        name = "interleaved" if self.schedule == TORCH_INTERLEAVED else self.schedule
-        order = order_of(name)
-        assert order is not None
-        return order(n_ranks, n_microbatches)
+    def table(self, n_ranks: int, n_microbatches: int) -> Schedule:
+        """Its schedule as data."""
+        return order_of(self.schedule)(n_ranks, n_microbatches)
 
 
-def order_of(name: str) -> Order | None:
-    """The order called ``name``: one of ``SCHEDULES``, or ``zero-bubble:N`` with at most N
-    microbatches between both parts of their backward, as ``distca schedule --max-deferred N``; None
-    if there is none."""
+def order_of(name: str) -> Order:
+    """The order called ``name``: one of ORDERS, or ``zero-bubble:N`` with at most N
+    microbatches between both parts of their backward, as ``distca schedule --max-deferred N``.
+
+    Raises:
+        ValueError: there is none.
+    """
     base, _, most = name.partition(":")
     if base == "zero-bubble" and most.isdecimal() and int(most) > 0:
         return partial(zero_bubble, max_deferred=int(most))
-    return SCHEDULES.get(name)
+    if name not in ORDERS:
+        raise ValueError(f"schedule is {name!r}; valid are {', '.join(ORDERS)}, zero-bubble:N")
+    return ORDERS[name]
 
+
+ORDERS = {name: order for name, order in SCHEDULES.items() if name != "interleaved"}
+"""Those of one stage a rank."""
 
 _NAMED = {
     way.name: way
     for way in (
-        Way(name="drawn", layout="drawn", schedule="1f1b", attention=HOME),
-        Way(name="even", layout="even", schedule="1f1b", attention=HOME),
-        Way(name="interleaved", layout="even", schedule=TORCH_INTERLEAVED, attention=HOME),
-        Way(name="zero-bubble", layout="even", schedule=TORCH_ZERO_BUBBLE, attention=HOME),
-        Way(name="even-pool", layout="even", schedule="same-phase", attention=EVEN),
-        Way(name="idle-aware", layout="even", schedule="1f1b", attention=IDLE_AWARE),
-        Way(name="idle-aware-drawn", layout="drawn", schedule="1f1b", attention=IDLE_AWARE),
+        Way(name="drawn", layout="drawn", schedule="1f1b", served=False),
+        Way(name="even", layout="even", schedule="1f1b", served=False),
+        Way(name="idle-aware", layout="even", schedule="1f1b", served=True),
+        Way(name="idle-aware-drawn", layout="drawn", schedule="1f1b", served=True),
     )
 }
 NAMES = tuple(_NAMED)
-DEFAULT = ("drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-aware")
+DEFAULT = ("drawn", "even", "idle-aware")
 
 
 def way_of(name: str) -> Way:
@@ -108,24 +82,18 @@ def way_of(name: str) -> Way:
     Raises:
         ValueError: there is none; says which there are.
     """
-    base, _, schedule = name.partition("@")
-    known = not schedule or order_of(schedule) is not None
-    if base not in _NAMED or not known or name.endswith("@"):
-        raise ValueError(
-            f"way is {name!r}; valid are {', '.join(NAMES)}, each also with one of "
-            f"{', '.join('@' + order for order in SCHEDULES)} or @zero-bubble:N behind, N from 1"
-        )
-    found = _NAMED[base]
-    return Way(
-        name=name,
-        layout=found.layout,
-        schedule=schedule or found.schedule,
-        attention=found.attention,
-    )
+    base, at, schedule = name.partition("@")
+    if base not in _NAMED:
+        raise ValueError(f"way is {name!r}; valid are {', '.join(NAMES)}, each also @ a schedule")
+    found = replace(_NAMED[base], name=name)
+    if at:
+        order_of(schedule)
+        found = replace(found, schedule=schedule)
+    return found
 
 
 def stage_layers(n_layers: int, n_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as ``distca train`` divides them."""
+    """Layers of each stage."""
     each, more = divmod(n_layers, n_stages)
     return tuple(each + (stage < more) for stage in range(n_stages))
 
@@ -148,38 +116,23 @@ def require_runnable(
         tokens: of a microbatch.
         memory_bytes: of a device; None: not known.
     """
-    n_stages = n_ranks * way.n_chunks
-    if model.layers < n_stages:
+    if model.layers < n_ranks:
         raise CannotRun(
-            f"{way.name} has {n_stages} stages, and the model {model.layers} layers; give "
-            f"--layers {n_stages} or more"
-        )
-    if n_microbatches % n_ranks and way.n_chunks > 1:
-        raise CannotRun(
-            f"{way.name} needs microbatches in a multiple of the {n_ranks} ranks, and there are "
-            f"{n_microbatches}"
+            f"{way.name} has {n_ranks} stages, and the model {model.layers} layers; give "
+            f"--layers {n_ranks} or more"
         )
     try:
         table = way.table(n_ranks, n_microbatches)
     except ScheduleError as error:
         raise CannotRun(f"{way.name}: {error}") from error
-    if memory_bytes is None:
+    if memory_bytes is None or not way.defers_weights:
         return
     layers = max(stage_layers(model.layers, n_ranks))
-    if way.has_backwards_of_torch:
-        # One microbatch of each stage in flight at least, as many as ranks at most.
-        held = min(n_ranks, n_microbatches)
-        needed = held * layers * tokens * _kept_bytes(model)
-        why = "are not recomputed and keep"
-    elif way.defers_weights and table is not None:
-        held = max(map(table.deferred, range(n_ranks)))
-        needed = held * layers * tokens * _deferred_bytes(model)
-        why = "keep for the second one"
-    else:
-        return
+    held = max(map(table.deferred, range(n_ranks)))
+    needed = held * layers * tokens * _deferred_bytes(model)
     if needed > memory_bytes:
         raise CannotRun(
-            f"{way.name} has backwards in two parts, so its layers {why} about "
+            f"{way.name} has backwards in two parts, so its layers keep for the second one about "
             f"{needed / 2**30:.0f} GiB ({held} microbatches, {layers} layers of a rank); the "
             f"device has {memory_bytes / 2**30:.0f}: give fewer --tokens"
         )
@@ -193,13 +146,6 @@ def in_flight(table: Schedule) -> list[float]:
 def layout_of(way: Way, batch: Batch) -> Layout:
     """Which microbatch holds which documents of ``batch``."""
     return LAYOUTS[way.layout](batch)
-
-
-def _kept_bytes(model: ModelShape) -> int:
-    """What one token keeps in a layer for its backward, in 2 bytes each: inputs of the norms, of
-    the matrices and of the sums; q, k, v and o; and three tensors of the feed-forward part."""
-    heads = model.hidden // model.heads * 2 * (model.heads + model.kv_heads)
-    return 2 * (6 * model.hidden + heads + 3 * model.feed_forward)
 
 
 def _deferred_bytes(model: ModelShape) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.gpu.training.loss import IGNORED_LABEL, chunked_loss
+from benchmarks.gpu.training.loss import chunked_loss
 
 
 class StageModule(nn.Module):
@@ -20,15 +20,12 @@ class StageModule(nn.Module):
     Args:
         model: the whole model; it is cut in place.
         layers: those of the stage.
-        backward_in_parts: PyTorch runs the stage's backward once for inputs and once for weights,
-            which the loss whose gradients are made in its forward pass does not support.
     """
 
-    def __init__(self, model: Any, layers: range, *, backward_in_parts: bool = False) -> None:
+    def __init__(self, model: Any, layers: range) -> None:
         super().__init__()
         base = model.model
         self._is_first, self._is_last = layers.start == 0, layers.stop == len(base.layers)
-        self._backward_in_parts = backward_in_parts
         base.layers = base.layers[layers.start : layers.stop]
         model.config.num_hidden_layers = len(layers)
         if not self._is_first:
@@ -56,12 +53,5 @@ class StageModule(nn.Module):
         hidden: torch.Tensor = self.model.model(**inputs).last_hidden_state
         if not self._is_last:
             return hidden
-        loss = self._loss(hidden[0], labels[0])
+        loss = chunked_loss(hidden[0], self.model.lm_head.weight, labels[0])
         return functional.pad(loss[None, None], (0, labels.shape[1] - 1))
-
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weight = self.model.lm_head.weight
-        if not self._backward_in_parts:
-            return chunked_loss(hidden, weight, labels)
-        logits = (hidden @ weight.t()).float()
-        return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")

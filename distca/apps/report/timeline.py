@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distca.apps.report.record import StepDetail, TimelineEvent
-from distca.apps.report.style import BLUE, GREEN, GREY, LIGHT_SKY, ORANGE, PURPLE, SPARE, VERMILION
+from distca.apps.report.record import StepDetail
+from distca.apps.report.style import BLUE, GREEN, LIGHT_SKY, ORANGE, PURPLE, SPARE
 from distca.process.plain_text import figure_text
 
 MILLI = 1e3
@@ -20,35 +18,18 @@ _OWN_COLOURS = {
     "wait": "#BDBDBD",
     "attention under way": LIGHT_SKY,
     "kernel": PURPLE,
-    "matrix products": BLUE,
-    "attention": PURPLE,
-    "elementwise": GREEN,
-    "NCCL": ORANGE,
-    "copies": LIGHT_SKY,
-    "others": GREY,
-    "idle": VERMILION,
 }
 
 
 def draw_timeline(detail: StepDetail, *, on_gpu: bool = False) -> Figure:
-    """The timeline of a run's step.
+    """The timeline of a run's step: one row a lane, in order of first appearance; one colour a kind
+    of event.
 
     Args:
         detail: of the step.
         on_gpu: the events are of the thread that launches a GPU's work, and the title says so.
     """
-    whose = ": the thread that launches the GPU's work" if on_gpu else ""
-    return draw_events(detail.timeline, f"Step {detail.step} on rank 0{whose}")
-
-
-def draw_events(events: Sequence[TimelineEvent], title: str, *, outlined: bool = True) -> Figure:
-    """One row a lane, in order of first appearance; one colour a kind of event.
-
-    Args:
-        events: seconds from the step's beginning.
-        title: of the figure.
-        outlined: events that follow each other are set apart; those shorter than a line vanish.
-    """
+    events = detail.timeline
     lanes = list(dict.fromkeys(event.lane for event in events))
     kinds = list(dict.fromkeys(event.name for event in events))
     colours = _colours(kinds)
@@ -62,7 +43,7 @@ def draw_events(events: Sequence[TimelineEvent], title: str, *, outlined: bool =
             height=0.72,
             color=colours[event.name],
             edgecolor="white",
-            linewidth=0.4 if outlined else 0.0,
+            linewidth=0.4,
         )
     axes.set_yticks(range(len(lanes)), [figure_text(lane) for lane in lanes])
     axes.invert_yaxis()
@@ -71,7 +52,8 @@ def draw_events(events: Sequence[TimelineEvent], title: str, *, outlined: bool =
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     axes.set_xlabel("time in the step (ms)")
-    axes.set_title(figure_text(title))
+    whose = ": the thread that launches the GPU's work" if on_gpu else ""
+    axes.set_title(f"Step {detail.step} on rank 0{whose}")
     if kinds != lanes:
         axes.legend(
             handles=[Patch(color=colours[kind], label=figure_text(kind)) for kind in kinds],

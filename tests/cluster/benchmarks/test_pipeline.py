@@ -20,7 +20,6 @@ from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
 from benchmarks.gpu.training.pipeline_forecast import (
     active_stages,
-    even_pool,
     idle_aware,
     one_f_one_b,
 )
@@ -107,7 +106,6 @@ def test_formulas() -> None:
     assert active_stages(2, 4) == [1, 2, 2, 2, 1]
     assert one_f_one_b(4, 4, 1.0, 1.0) == 14.0
     # The table of what it is worth, of p = 4 and m = 4 with a = l.
-    assert one_f_one_b(4, 4, 1.0, 1.0) / even_pool(4, 4, 1.0, 1.0) == pytest.approx(1.27, abs=5e-3)
     assert one_f_one_b(4, 4, 1.0, 1.0) / idle_aware(4, 4, 1.0, 1.0) == pytest.approx(1.56, abs=5e-3)
     assert one_f_one_b(4, 8, 1.0, 0.35) / idle_aware(4, 8, 1.0, 0.35) == pytest.approx(
         1.16, abs=5e-3
@@ -118,11 +116,10 @@ def test_ways_are_named_and_may_have_another_schedule() -> None:
     assert way_of("idle-aware").schedule == "1f1b"
     assert way_of("idle-aware@zero-bubble").schedule == "zero-bubble"
     table = way_of("idle-aware@zero-bubble:1").table(4, 8)
-    assert table is not None
     assert max(map(table.deferred, range(4))) == 1
     wrong = ("zero-bubble:0", "zero-bubble:", "1f1b:1", "gpipe")
     for name in ("idle", "idle-aware@", *(f"idle-aware@{order}" for order in wrong)):
-        with pytest.raises(ValueError, match=f"way is '{name}'; valid are drawn, even, "):
+        with pytest.raises(ValueError, match="valid are"):
             way_of(name)
 
 
@@ -130,13 +127,8 @@ def test_ways_that_cannot_run_are_named() -> None:
     model = ModelShape(layers=8)
     for name in NAMES:
         require_runnable(way_of(name), 4, 4, model, TOKENS, None)
-    with pytest.raises(CannotRun, match="interleaved has 8 stages, and the model 4 layers"):
-        require_runnable(way_of("interleaved"), 4, 4, ModelShape(layers=4), TOKENS, None)
-    with pytest.raises(CannotRun, match="multiple of the 4 ranks, and there are 6"):
-        require_runnable(way_of("interleaved"), 4, 6, model, TOKENS, None)
-    with pytest.raises(CannotRun, match=r"not recomputed and keep about \d+ GiB .* has 140"):
-        require_runnable(way_of("zero-bubble"), 4, 4, model, TOKENS, 140 * 2**30)
-    require_runnable(way_of("zero-bubble"), 4, 4, model, 16 * 1024, 140 * 2**30)
+    with pytest.raises(CannotRun, match="even has 4 stages, and the model 3 layers"):
+        require_runnable(way_of("even"), 4, 4, ModelShape(layers=3), TOKENS, None)
     # Four microbatches between both parts of their backward, of 34 GiB each; one of them.
     with pytest.raises(CannotRun, match=r"keep for the second one about 136 GiB \(4 microb"):
         require_runnable(way_of("even@zero-bubble"), 4, 4, model, TOKENS, 135 * 2**30)
@@ -150,8 +142,8 @@ def test_ways_that_disagree_are_named() -> None:
     plan = {"model": {"dtype": "bfloat16"}}
     same = [case("even", 2.0), case("idle-aware", 2.001)]
     assert pipeline_report.disagreements(plan, same) == []
-    (wrong,) = pipeline_report.disagreements(plan, [*same, case("even-pool", 2.1)])
-    assert "batch 3: even-pool has a loss of 2.100000, even 2.000000: 5.0e-02 apart" in wrong
+    (wrong,) = pipeline_report.disagreements(plan, [*same, case("idle", 2.1)])
+    assert "batch 3: idle has a loss of 2.100000, even 2.000000: 5.0e-02 apart" in wrong
     (wrong,) = pipeline_report.disagreements(plan, [case("even", 2.0), case("idle", float("nan"))])
     assert "nan" in wrong
 
@@ -165,8 +157,8 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 WAYS = (
-    "drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-aware",
-    "idle-aware@zero-bubble", "idle-aware@1f1b-split",
+    "drawn", "even", "idle-aware", "idle-aware@same-phase", "idle-aware@zero-bubble",
+    "idle-aware@1f1b-split",
 )  # fmt: skip
 
 
