@@ -269,7 +269,6 @@ def megatron(settings: Settings) -> Measured:
         median=settings.median,
     )
     steps: ServedSteps | None = None
-    numbered: Any = enumerate(loader)
     if settings.is_planned:
         steps = ServedSteps.open(
             model,
@@ -281,12 +280,11 @@ def megatron(settings: Settings) -> Measured:
             one_host=True,
             **settings.session_options,
         )
-        numbered = steps.ahead(loader)
     measured = Measured()
-    for step, microbatches in numbered:
+    for step, microbatches in enumerate(loader):
         with measured.step() as losses:
             model[0].zero_grad_buffer()
-            with steps.step(step) if steps else nullcontext():
+            with steps.step(microbatches) if steps else nullcontext():
                 found = get_forward_backward_func()(
                     forward_step_func=(
                         steps.numbered(example.forward_step) if steps else example.forward_step

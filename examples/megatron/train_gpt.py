@@ -247,11 +247,11 @@ def main() -> None:
         ping_pong=False if chosen.no_ping_pong else None,
         one_host=True,
     ) as steps:
-        for step, microbatches in steps.ahead(loader):
+        for step, microbatches in enumerate(loader):
             began = time.perf_counter()
             for chunk in model:
                 chunk.zero_grad_buffer()
-            with steps.step(step):
+            with steps.step(microbatches):
                 found = schedule(
                     forward_step_func=steps.numbered(forward_step),
                     data_iterator=[iter(microbatches) for _ in model],

@@ -245,17 +245,15 @@ def train(
     if case.chosen:
         loader = of_chosen_lengths(loader, parallel_state.get_data_parallel_rank())
     steps: ServedSteps | None = None
-    numbered: Sequence[Any] | Any = enumerate(loader)
     if control_plane:
         steps = open_steps(case, job, model, control_plane)
         submitted = watched(steps)
-        numbered = steps.ahead(loader)
     results = []
-    for step, microbatches in numbered:
+    for microbatches in loader:
         for chunk in model:
             chunk.zero_grad_buffer()
         function = steps.numbered(forward_step) if steps else forward_step
-        with steps.step(step) if steps else nullcontext() as running:
+        with steps.step(microbatches) if steps else nullcontext() as running:
             losses = schedule(function, model, microbatches, forward_only=False)
         if running is not None:
             layers = sum(len(served_layers(chunk)) for chunk in model)
@@ -398,11 +396,8 @@ def evaluate(
     """A step without a backward pass; planned if there are servers."""
     if steps is None:
         return schedule(function, model, microbatches, forward_only=True)
-    losses = []
-    for step, planned in steps.ahead([microbatches], forward_only=True):
-        with steps.step(step):
-            losses += schedule(function, model, planned, forward_only=True)
-    return losses
+    with steps.step(microbatches, forward_only=True):
+        return schedule(function, model, microbatches, forward_only=True)
 
 
 def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSteps:

@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
 from tests.cluster.frameworks.reference import packed_attention  # noqa: E402
-from trainer_client.errors import PlanNotReady, SessionError  # noqa: E402
+from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.frameworks.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
@@ -352,10 +352,9 @@ def test_padding_of_hidden_states_is_shared_like_their_rows() -> None:
 class Plans:
     """A session whose plans are not ready at first."""
 
-    def __init__(self, n_nano_batches: int, *, late: int = 0) -> None:
+    def __init__(self, n_nano_batches: int) -> None:
         self.options = SimpleNamespace(n_nano_batches=n_nano_batches, rank=0)
         self.submitted: list[Any] = []
-        self._late = late
 
     @property
     def next_step(self) -> int:
@@ -366,46 +365,18 @@ class Plans:
 
     @contextmanager
     def step(self, number: int) -> Iterator[int]:
-        if self._late:
-            self._late -= 1
-            raise PlanNotReady(f"the plan of step {number} is not ready")
         yield number
 
 
-def test_a_step_whose_plan_is_late_is_run_again() -> None:
-    plans: Any = Plans(2, late=1)
-    steps = ServedSteps(plans, [Language()])
-    batches = [[{"cu_seqlens": torch.tensor([0, 5, 12])}]] * 3
-    assert [number for number, _ in steps.ahead(batches)] == [0, 1, 2]
-    with pytest.raises(PlanNotReady), steps.step(1):
-        pass
-    with steps.step(1):
-        assert [half.n_rows for half in steps._running[0].halves] == [5, 7]
-    assert list(steps._planned) == [2]
-
-
-def test_a_step_of_other_microbatches_is_told_after_those_before_it() -> None:
+def test_a_step_of_other_microbatches_is_refused() -> None:
     plans: Any = Plans(4)
     steps = ServedSteps(plans, [Language()])
     microbatch = {"cu_seqlens": torch.tensor([0, 5, 12])}
-    seen = []
-    with pytest.raises(ValueError, match="step 2 has 1 microbatches"):
-        seen += [number for number, _ in steps.ahead([[microbatch] * n for n in (2, 2, 1)])]
-    assert [manifest.n_nano_batches for manifest in plans.submitted] == [4, 4]
-
-
-def test_a_loader_may_reuse_its_memory() -> None:
-    plans: Any = Plans(2)
-    steps = ServedSteps(plans, [Language()])
-    microbatch = {"cu_seqlens": torch.tensor([0, 5, 12]), "tokens": torch.empty(1, 12)}
-
-    def loader() -> Iterator[Any]:
-        for step in range(6):
-            microbatch["tokens"].fill_(step)
-            yield [microbatch]
-
-    seen = [int(batch[0]["tokens"][0, 0]) for _, batch in steps.ahead(loader())]
-    assert seen == list(range(6))
+    with steps.step([microbatch] * 2):
+        assert [half.n_rows for half in steps._running[0].halves] == [5, 7]
+    with pytest.raises(ValueError, match="step 1 has 1 microbatches"), steps.step([microbatch]):
+        pass
+    assert [manifest.n_nano_batches for manifest in plans.submitted] == [4]
 
 
 def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +396,7 @@ def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch)
         with tracker.fork():
             for _ in range(3):
                 drawn[lane].append(float(torch.rand((), generator=device)))
-                with rng_fork.left():
+                with rng_fork.outside_fork():
                     own[lane] = device.get_state()
                     greenlet.getcurrent().parent.switch()
                     device.set_state(own[lane])
@@ -494,7 +465,8 @@ def test_only_packed_rows_are_cut_inside_documents(
     plans: Any = Plans(2)
     steps = ServedSteps(plans, [Language()], cut_documents=asked)
     batch = {name: value and packed_rows([9, 3]) for name, value in given.items()}
-    list(steps.ahead([[{"cu_seqlens": torch.tensor([0, 9, 12]), **batch}]]))
+    with steps.step([{"cu_seqlens": torch.tensor([0, 9, 12]), **batch}]):
+        pass
     (manifest,) = plans.submitted
     rows = [manifest.tokens(lane) for lane in range(2)]
     assert rows == ([6, 6] if inside else [9, 3])
@@ -560,7 +532,7 @@ def test_bounds_of_documents_are_found_on_the_host() -> None:
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds
     )
     later: list[Any] = []
-    own = host_bounds.on_host(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
+    own = host_bounds.with_planned_bounds(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
     assert own is not packed
     assert own.cu_seqlens_q is own.cu_seqlens_kv is own.cu_seqlens_q_padded is not bounds
     assert torch.equal(own.cu_seqlens_q, bounds)
@@ -569,10 +541,10 @@ def test_bounds_of_documents_are_found_on_the_host() -> None:
     (compare_the_rest,) = later
     compare_the_rest()
     with pytest.raises(ValueError, match=r"step 3 microbatch 1: .*\[5, 7\].*\[4, 8\]"):
-        host_bounds.on_host(packed, [0, 4, 12], "step 3 microbatch 1", later.append)
+        host_bounds.with_planned_bounds(packed, [0, 4, 12], "step 3 microbatch 1", later.append)
     packed.cu_seqlens_kv = torch.tensor([0, 4, 12])
     with pytest.raises(ValueError, match=r"\[4, 8\].*\[5, 7\]"):
-        host_bounds.on_host(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
+        host_bounds.with_planned_bounds(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
 
 
 def test_bounds_stay_on_the_gpu_where_they_are_needed() -> None:

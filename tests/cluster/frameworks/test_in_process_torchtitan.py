@@ -20,11 +20,9 @@ from torchtitan.models.gpt_oss import model_registry as gpt_oss  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 
 from examples.torchtitan.llama3 import debugmodel  # noqa: E402
-from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
 from tests.cluster.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.frameworks.torchtitan import (  # noqa: E402
-    DistcaSettings,
     served,
     served_varlen,
 )
@@ -34,7 +32,6 @@ from trainer_client.frameworks.torchtitan.cutting import (  # noqa: E402
     why_documents_stay_whole,
 )
 from trainer_client.frameworks.torchtitan.lanes import CutBatch, SubmittedBatch  # noqa: E402
-from trainer_client.frameworks.torchtitan.read_ahead import ReadAhead  # noqa: E402
 from trainer_client.frameworks.torchtitan.refusals import pipeline_problems  # noqa: E402
 from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
 from trainer_client.turns.parts import RowPart  # noqa: E402
@@ -142,11 +139,6 @@ def test_bidirectional_attention_is_refused() -> None:
         served_varlen(VarlenAttention.Config(window_size=(-1, -1))).build()
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="steps_ahead is -1"):
-        DistcaSettings(steps_ahead=-1)
-
-
 def test_the_override_alone_says_that_the_trainer_is_missing() -> None:
     layer = served_varlen(VarlenAttention.Config()).build()
     q = torch.zeros(1, 4, 2, 8)
@@ -217,68 +209,6 @@ def test_positions_that_were_not_submitted_are_told(monkeypatch: pytest.MonkeyPa
         batch.calls((submitted,), {"positions": changed})
     with pytest.raises(ValueError, match=r"\(1, 5\), .* \(1, 6\)"):
         batch.calls((submitted,), {"positions": submitted[:, :5]})
-
-
-def loader() -> RandomDocuments:
-    return RandomDocuments(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
-
-
-def test_steps_are_planned_ahead_and_the_state_is_of_those_used() -> None:
-    planned: list[int] = []
-    ahead = ReadAhead(loader())
-    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=5)
-    batches = iter(ahead)
-    assert ahead.is_step_planned()
-    assert planned == [2] * 4
-    for _ in range(4):
-        next(batches)
-    state = ahead.state_dict()
-    assert state == {"drawn": 4}
-    resumed = ReadAhead(loader())
-    resumed.load_state_dict(state)
-    resumed.plan_by(lambda step: None, batches_of_step=2, ahead=3, most=3)
-    again = list(resumed)
-    rest = list(batches)
-    assert len(rest) == len(again) == 6
-    for (inputs, _), (same, _) in zip(rest, again, strict=True):
-        assert torch.equal(inputs["input"], same["input"])
-    assert planned == [2] * 5
-    assert not ahead.is_step_planned()
-
-
-def test_a_loader_may_reuse_its_memory() -> None:
-    rows = torch.empty(1, 16, dtype=torch.int64)
-
-    class OneBuffer(RandomDocuments):
-        def __iter__(self) -> Any:
-            for number in range(6):
-                yield {"input": rows.fill_(number), "positions": rows}, rows
-
-    ahead = ReadAhead(
-        OneBuffer(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
-    )
-    ahead.plan_by(lambda step: None, batches_of_step=2, ahead=2, most=3)
-    seen = [(int(inputs["input"][0, 0]), int(labels[0, 0])) for inputs, labels in ahead]
-    assert seen == [(number, number) for number in range(6)]
-
-
-def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
-    planned: list[int] = []
-    some = [batch for _, batch in zip(range(3), loader(), strict=False)]
-
-    class Ending(RandomDocuments):
-        def __iter__(self) -> Any:
-            return iter(some)
-
-    ending = Ending(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
-    ahead = ReadAhead(ending)
-    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=9)
-    batches = iter(ahead)
-    next(batches)
-    next(batches)
-    assert planned == [2]
-    assert not ahead.is_step_planned()
-    assert len(list(batches)) == 1
 
 
 def test_either_layout_is_taken() -> None:

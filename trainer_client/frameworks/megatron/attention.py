@@ -15,8 +15,8 @@ from torch import nn
 from core_attention.host_copies import on_host
 from core_attention.shape import AttentionShape
 from trainer_client.errors import SessionError
-from trainer_client.frameworks.megatron import rng_fork
 from trainer_client.frameworks.megatron.refusals import layer_problems, problems
+from trainer_client.frameworks.megatron.rng_fork import outside_fork
 from trainer_client.frameworks.versions import UnsupportedSetting, refuse
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs
@@ -159,7 +159,7 @@ class ServedCoreAttention(MegatronModule):
             for name in _KEPT
             if name in vars(module)
         ]
-        with rng_fork.left():
+        with outside_fork():
             yield
         for module, name, value in kept:
             setattr(module, name, value)

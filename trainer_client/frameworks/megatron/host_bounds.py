@@ -45,7 +45,7 @@ def rotates(model: nn.Module) -> bool:
     return is_latent or getattr(model, "position_embedding_type", None) in ("rope", "yarn")
 
 
-def on_host(
+def with_planned_bounds(
     packed: Any,
     bounds: Sequence[int],
     where: str,

@@ -18,8 +18,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.frameworks.megatron import host_bounds
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
+from trainer_client.frameworks.megatron.host_bounds import rotates
 from trainer_client.frameworks.versions import convolutions, of_all_ranks
 from trainer_client.hooks.checkpointing import recomputed_caller
 from trainer_client.models.documents import documents_of
@@ -51,7 +51,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "its layers of multi-token prediction look at the tokens that follow"
     if getattr(config, "apply_rope_fusion", False):
         yield "apply_rope_fusion is True: fused rotary embeddings count from 0 in each half"
-    elif config is not None and host_bounds.rotates(model) and not _reads_tables_by_row(config):
+    elif config is not None and rotates(model) and not _reads_tables_by_row(config):
         yield "this megatron-core reads rotary embeddings from 0 on in each half"
     for name in convolutions(model):
         yield f"{name} is a convolution over tokens"

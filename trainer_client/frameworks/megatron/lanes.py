@@ -207,7 +207,7 @@ def _check_rows(name: str, rows: torch.Tensor, halves: Sequence[Half], layout: L
     if layout.packed and rows.shape[:2] != (1, planned):
         raise ValueError(
             f"{name} has shape {tuple(rows.shape[:2])}, and {planned} packed rows were planned; "
-            "run the microbatches of ServedSteps.ahead in order"
+            "run the microbatches of ServedSteps.step in order"
         )
     if not layout.packed and len(rows) != documents:
         raise ValueError(

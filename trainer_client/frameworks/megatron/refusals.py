@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from core_attention.tick import MAX_NANO_BATCHES
-from trainer_client.frameworks.megatron import rng_fork
+from trainer_client.frameworks.megatron.rng_fork import can_be_left
 
 _SWITCHES = {
     "qk_clip": "QK clip needs the largest score of each head, which servers do not tell",
@@ -112,7 +112,7 @@ def reasons_against_turns(chunks: Sequence[nn.Module], n_microbatches: int) -> I
     for name, why in _SWITCHES_OF_TURNS.items():
         if value := getattr(config, name, None):
             yield f"{name} is {value}: {why}"
-    if _draws_in_blocks(config) and not rng_fork.can_be_left():
+    if _draws_in_blocks(config) and not can_be_left():
         yield (
             "sequence_parallel is True, with dropout and use_te_rng_tracker: both halves would "
             "draw the same numbers"

@@ -24,7 +24,7 @@ def can_be_left() -> bool:
 
 
 @contextmanager
-def left() -> Iterator[None]:
+def outside_fork() -> Iterator[None]:
     """Inside the block the tracker is in no fork; after it in the same one as before, whose numbers
     go on after those that the other half has drawn there."""
     tracker: Any = megatron_random.get_cuda_rng_tracker()

@@ -1,11 +1,11 @@
-"""Steps of a Megatron-core training loop: manifests ahead of use, and microbatches by number."""
+"""Steps of a Megatron-core training loop: manifests, and microbatches by number."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -18,17 +18,15 @@ from torch import nn
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
-from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
-from trainer_client.frameworks.megatron import host_bounds
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.halves import Half
+from trainer_client.frameworks.megatron.host_bounds import are_read_on_host, with_planned_bounds
 from trainer_client.frameworks.megatron.inside_documents import why_documents_stay_whole
 from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns
 from trainer_client.frameworks.megatron.pipelines import pipelining_of
 from trainer_client.frameworks.megatron.refusals import reasons_against_turns, unwrapped
 from trainer_client.frameworks.versions import UnsupportedSetting, rank_options
-from trainer_client.loops.held_batch import own_copy
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
@@ -91,13 +89,12 @@ class ServedSteps:
         self._turns = {
             id(model): HalvesInTurns(model, inside_documents=inside_documents) for model in models
         }
-        self._planned: dict[int, list[_Planned]] = {}
         self._running: list[_Planned] = []
         self._now: tuple[str, _Planned] | None = None
         self._hooks = [
             model.register_forward_pre_hook(self._bounds_to_host, with_kwargs=True)
             for model in map(unwrapped, chunks)
-            if host_bounds.are_read_on_host(model)
+            if are_read_on_host(model)
         ]
 
     @classmethod
@@ -162,58 +159,46 @@ class ServedSteps:
         )
         return cls(session, chunks, ping_pong=takes_turns, cut_documents=cuts)
 
-    def ahead(
-        self,
-        loader: Iterable[Sequence[Microbatch]],
-        *,
-        steps_ahead: int = 3,
-        forward_only: bool = False,
-    ) -> Iterator[tuple[int, Sequence[Microbatch]]]:
-        """The steps of ``loader``, each submitted while earlier ones run, so that plans are ready.
+    @contextmanager
+    def step(
+        self, microbatches: Sequence[Microbatch], *, forward_only: bool = False
+    ) -> Iterator[RunningStep]:
+        """Around one call of Megatron's ``forward_backward_func``.
 
         Args:
-            loader: each item is the microbatches of a step. All stages of a pipeline, and all ranks
-                of a tensor-parallel group, must be given the same.
-            steps_ahead: how many steps beyond the yielded one are submitted.
-            forward_only: the steps have no backward pass (evaluation).
-
-        Yields:
-            The number of a step, for :meth:`step`, and a copy of its microbatches.
+            microbatches: of the step. All stages of a pipeline, and all ranks of a tensor-parallel
+                group, must be given the same.
+            forward_only: the step has no backward pass (evaluation).
 
         Raises:
             ManifestError: a microbatch does not show its documents.
-            ValueError: a step has another number of microbatches than the job.
+            SessionError: a microbatch was not run to its end, or a layer not reached.
+            ValueError: there are more or fewer microbatches than the job has.
         """
-        check_count("steps_ahead", steps_ahead)
-        submitted: deque[tuple[int, Sequence[Microbatch]]] = deque()
+        number = self.session.next_step
         expected = self.session.options.n_nano_batches // (2 if self._turns else 1)
-        for microbatches in map(own_copy, loader):
-            step = self.session.next_step
-            if len(microbatches) != expected:
-                # Those before it are whole.
-                yield from submitted
-                raise ValueError(
-                    f"step {step} has {len(microbatches)} microbatches, and ServedSteps.open was "
-                    f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
-                )
-            self.session.submit(self._manifest(step, microbatches), forward_only=forward_only)
-            submitted.append((step, microbatches))
-            if len(submitted) > steps_ahead:
-                yield submitted.popleft()
-        yield from submitted
+        if len(microbatches) != expected:
+            raise ValueError(
+                f"step {number} has {len(microbatches)} microbatches, and ServedSteps.open was "
+                f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
+            )
+        self._started.clear()
+        self._chunks_begun.clear()
+        self.session.submit(self._manifest(number, microbatches), forward_only=forward_only)
+        with self.session.step(number) as running:
+            yield running
 
     def _manifest(self, step: int, microbatches: Sequence[Microbatch]) -> RankManifest:
         rank, bounds = self.session.options.rank, [_bounds(step, each) for each in microbatches]
         # Made in any case: it tells of bounds that are none.
         manifest = manifest_from_cu_seqlens(step, rank, bounds)
         chunk = next(iter(self._turns.values()), None)
-        planned = []
+        self._running = planned = []
         for its, microbatch in zip((each.tolist() for each in bounds), microbatches, strict=True):
             halves = []
             if chunk is not None:
                 halves = chunk.cut(its, inside_documents=self._is_cut_inside(microbatch))
             planned.append(_Planned(its, halves))
-        self._planned[step] = planned
         if chunk is None:
             return manifest
         ids = count(rank << 32)
@@ -231,21 +216,6 @@ class ServedSteps:
         if self._cut_documents is None:
             return microbatch.get("packed_seq_params") is not None
         return self._cut_documents
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[RunningStep]:
-        """Around one call of Megatron's ``forward_backward_func``.
-
-        Raises:
-            SessionError: a microbatch was not run to its end, or a layer not reached.
-        """
-        self._started.clear()
-        self._chunks_begun.clear()
-        with self.session.step(number) as running:
-            # A step whose plan was not ready may be run again; one that was passed over is not.
-            self._running = self._planned.get(number, [])
-            self._planned = {at: step for at, step in self._planned.items() if at > number}
-            yield running
 
     def numbered(self, forward_step: ForwardStep) -> ForwardStep:
         """``forward_step`` with each call in its microbatch; outside of a step as it is.
@@ -284,7 +254,7 @@ class ServedSteps:
         elif self._turns:
             raise SessionError(
                 f"microbatch {microbatch} of step {step} was run, and {len(self._running)} were "
-                "planned; run those that ServedSteps.ahead yields"
+                "planned; run those that ServedSteps.step was given"
             )
         try:
             yield
@@ -300,7 +270,7 @@ class ServedSteps:
             return None
         where, planned = self._now
         check_later = require_step().check_at_end
-        own = host_bounds.on_host(packed, planned.bounds, where, check_later)
+        own = with_planned_bounds(packed, planned.bounds, where, check_later)
         return args, kwargs | {"packed_seq_params": own}
 
     def _halves_in_turns(

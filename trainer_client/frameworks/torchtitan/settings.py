@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distca.contract.checks import check_count
-
 
 @dataclass(kw_only=True, slots=True)
 class DistcaSettings:
@@ -32,9 +30,6 @@ class DistcaSettings:
     begin of a document near the middle.
     """
 
-    steps_ahead: int = 3
-    """How many steps before its use a batch is read and planned."""
-
     transport: Literal["auto", "ucxx", "nixl"] = "auto"
     """The transport of rows."""
 
@@ -43,9 +38,6 @@ class DistcaSettings:
 
     one_host: bool = False
     """All ranks and servers are on this machine, so shared memory may be used."""
-
-    def __post_init__(self) -> None:
-        check_count("distca.steps_ahead", self.steps_ahead)
 
     def session_options(self) -> dict[str, Any]:
         """Options for :class:`trainer_client.SessionOptions` as it is, but for the job's name."""

@@ -1,13 +1,11 @@
-"""torchtitan's trainer, with its steps planned ahead and its core attention served."""
+"""torchtitan's trainer, with its core attention served."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from trainer_client.frameworks.torchtitan.attention import (
 from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
 from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, SubmittedBatch
 from trainer_client.frameworks.torchtitan.pipelines import order_of, timed_run
-from trainer_client.frameworks.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.frameworks.torchtitan.refusals import problems
 from trainer_client.frameworks.torchtitan.settings import DistcaSettings
 from trainer_client.frameworks.versions import (
@@ -49,16 +46,11 @@ from trainer_client.turns.parts import segments_of
 
 logger = logging.getLogger(__name__)
 
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Model inputs, with ``input`` and ``positions`` ``[B, L]``, and labels."""
+
 OVERRIDE = "trainer_client.frameworks.torchtitan.attention.served_varlen"
 """An entry of ``--override.imports``."""
-
-
-@dataclass(frozen=True)
-class _Submitted:
-    """A step whose manifest was submitted."""
-
-    step: int
-    batches: list[SubmittedBatch]
 
 
 class ServedTrainer(Trainer):
@@ -78,8 +70,7 @@ class ServedTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         refuse(problems(config, OVERRIDE), "torchtitan")
         super().__init__(config)
-        self._steps: deque[_Submitted] = deque()
-        self._running: _Submitted | None = None
+        self._running: list[SubmittedBatch] = []
         self._pipeline: Pipeline | None = None
         self._turns: list[BatchInTurns] = []
         self._order = self._order_of_pipelines()
@@ -88,19 +79,15 @@ class ServedTrainer(Trainer):
         self._session = Session.open(self._session_options(self._calls_of_parts()))
         self._wire()
 
-    @property
-    def dataloader(self) -> Any:
-        return self._dataloader
-
-    @dataloader.setter
-    def dataloader(self, loader: Any) -> None:
-        # Before the checkpointer is given it: its state must be that of the batches used.
-        self._dataloader = ReadAhead(loader)
-
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One optimizer step, within the step of the session that was planned for it."""
-        with self._next_step():
-            super().train_step(data_iterator)
+        """One optimizer step, within a step of the session."""
+        # What the data end within is no step: torchtitan's iterator raises.
+        batches = list(islice(data_iterator, self._batches_of_step))
+        step = self._submit(batches)
+        for turns in self._turns:
+            turns.microbatch = 0
+        with (self._pipeline or self._session).step(step):
+            super().train_step(iter(batches))
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         """A batch (or with pipelines, all microbatches), in its nano-batches."""
@@ -114,32 +101,21 @@ class ServedTrainer(Trainer):
             self._session.close()
         super().close()
 
-    def _next_step(self) -> AbstractContextManager[Any]:
-        for turns in self._turns:
-            turns.microbatch = 0
-        if not self._dataloader.is_step_planned():
-            # torchtitan finds out itself that the data has ended.
-            return nullcontext()
-        self._running = self._steps.popleft()
-        return (self._pipeline or self._session).step(self._running.step)
-
     def _planned(self, microbatch: int) -> SubmittedBatch:
         """A batch of the running step."""
 
-        batches = [] if self._running is None else self._running.batches
-        if microbatch >= len(batches):
+        if microbatch >= len(self._running):
             raise SessionError(
-                f"batch {microbatch} is trained on, and {len(batches)} were submitted; call "
+                f"batch {microbatch} is trained on, and {len(self._running)} were submitted; call "
                 "forward_backward_step within train_step, once for each batch"
             )
-        return batches[microbatch]
+        return self._running[microbatch]
 
     def _wire(self) -> None:
-        """Has the model run in lanes, and the data loader submit manifests."""
-        config, dims = self.config, self.parallel_dims
+        """Has the model run in lanes."""
         for part in self.model_parts:
             prepare_fsdp(part)
-        if dims.pp_enabled:
+        if self.parallel_dims.pp_enabled:
             self._pipeline = Pipeline(
                 self._session,
                 *_stages_of(self.pp_schedule),
@@ -147,12 +123,6 @@ class ServedTrainer(Trainer):
             )
         else:
             self._turns = [BatchInTurns(part, self._planned) for part in self.model_parts]
-        self._dataloader.plan_by(
-            self._submit,
-            batches_of_step=self._batches_of_step,
-            ahead=config.distca.steps_ahead,
-            most=config.training.steps,
-        )
 
     @property
     def _batches_of_step(self) -> int:
@@ -202,7 +172,8 @@ class ServedTrainer(Trainer):
             return "experts would count tokens of padding"
         return None
 
-    def _submit(self, batches: list[Batch]) -> None:
+    def _submit(self, batches: list[Batch]) -> int:
+        """Submit the manifest of a step with these batches; returns its number."""
         step, rank = self._session.next_step, self._session.options.rank
         ids = count(rank << 32)
         planned: list[SubmittedBatch] = []
@@ -214,7 +185,8 @@ class ServedTrainer(Trainer):
             planned.append(SubmittedBatch(positions, cuts, first=len(nano_batches)))
             nano_batches += segments_of(lengths, cuts, ids)
         self._session.submit(RankManifest(step, rank, nano_batches))
-        self._steps.append(_Submitted(step, planned))
+        self._running = planned
+        return step
 
     def _calls_of_parts(self) -> list[ServedCall]:
         """The calls that are served, found by a forward of a few tokens on all ranks."""
