@@ -38,7 +38,7 @@ def local(
     console = Console()
     check_packages(local.transport)
     # The trainers open it themselves; here only so that a mistake is told at once.
-    open_corpus(data.data, data.text_field)
+    open_corpus(data.data)
     run = LocalRun(
         local=local,
         data=data,

@@ -1,29 +1,19 @@
-"""Progress of a run in the terminal: a bar, or, where there is no terminal, a line now and then."""
+"""Progress of a run in the terminal: a line now and then."""
 
 from __future__ import annotations
 
 import time
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.console import Console
 
 from distca.apps.report.record import TrainingStep
 from distca.process.plain_text import plain
 
 LINE_INTERVAL_SECONDS = 5.0
-"""Between two lines where there is no terminal."""
 
 
 class TrainingDisplay:
-    """A context manager that shows the steps it is given.
+    """Shows some of the steps that it is given, the last one among them.
 
     Args:
         console: where.
@@ -32,46 +22,17 @@ class TrainingDisplay:
     """
 
     def __init__(self, console: Console, title: str, total_steps: int) -> None:
-        self._console = console
-        self._title = plain(title)
-        self._total = total_steps
-        self._progress = Progress(
-            TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-        )
-        self._task = self._progress.add_task(self._title, total=total_steps)
-        self._figures = Text("waiting for the first step", style="dim", no_wrap=True)
-        self._live = Live(Group(self._progress, self._figures), console=console)
+        self._console, self._title, self._total = console, plain(title), total_steps
         self._last_line_at = -LINE_INTERVAL_SECONDS
 
-    def __enter__(self) -> TrainingDisplay:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
     def show(self, record: TrainingStep) -> None:
-        """Shows a finished step."""
-        figures = _in_words(record)
-        self._progress.update(self._task, completed=record.step + 1)
-        self._figures.plain = figures
-        if not self._console.is_terminal and self._is_due(record):
-            text = f"{self._title} step {record.step + 1}/{self._total} {figures}"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _is_due(self, record: TrainingStep) -> bool:
+        """Shows a finished step, if it is the last one, or the line before is old enough."""
         now = time.monotonic()
-        last_step = record.step + 1 == self._total
-        if not last_step and now - self._last_line_at < LINE_INTERVAL_SECONDS:
-            return False
-        self._last_line_at = now
-        return True
+        last = record.step + 1 == self._total
+        if last or now - self._last_line_at >= LINE_INTERVAL_SECONDS:
+            self._last_line_at = now
+            text = f"{self._title} step {record.step + 1}/{self._total} {_in_words(record)}"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _in_words(record: TrainingStep) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-from distca.errors import RunFolderError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +39,6 @@ class TrainingStep:
     planned_imbalance: float | None = None
     measured_imbalance: float | None = None
     plan_seconds: float | None = None
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> TrainingStep:
-        """Reads a line of a step log, see :mod:`distca.apps.report.step_log`.
-
-        Raises:
-            RunFolderError: it is no step.
-        """
-        try:
-            return cls(**json.loads(line))
-        except (RecursionError, TypeError, ValueError) as error:
-            raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,42 +27,44 @@ class StepLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._unwritten = ""
-        self._fails = False
+        self._unwritten = b""
 
     def append(self, record: TrainingStep) -> None:
         """Adds ``record`` as one line; that it cannot be written is a warning, once."""
-        self._unwritten += json.dumps(asdict(record)) + "\n"
+        before = self._unwritten
+        self._unwritten += _line(record)
         try:
-            _append_whole(self._path, self._unwritten.encode())
+            _append_whole(self._path, self._unwritten)
         except OSError as error:
-            if not self._fails:
-                logger.warning(
-                    "%s cannot be written: %s; steps are kept in memory until it can",
-                    self._path,
-                    error.strerror,
-                )
-            self._fails = True
+            if not before:
+                why = error.strerror
+                logger.warning("%s: %s; steps are kept until it can be written", self._path, why)
         else:
-            self._unwritten = ""
-            self._fails = False
+            self._unwritten = b""
 
     def read(self) -> tuple[TrainingStep, ...]:
-        """All steps, in order; a last line that is not yet whole is left out."""
+        """All steps, in order; a last line that is not yet whole is left out.
+
+        Raises:
+            RunFolderError: a line is no step.
+        """
         written = self._path.read_bytes() if self._path.exists() else b""
-        whole = (written + self._unwritten.encode()).rpartition(b"\n")[0]
+        whole = (written + self._unwritten).rpartition(b"\n")[0]
         try:
-            return tuple(map(TrainingStep.from_json, whole.splitlines()))
-        except RunFolderError as error:
+            return tuple(TrainingStep(**json.loads(line)) for line in whole.splitlines())
+        except (RecursionError, TypeError, ValueError) as error:
             raise RunFolderError(
-                f"{self._path}: {error}; a write was cut off or somebody has edited it: remove "
-                "that line, and the run goes on without its figures"
+                f"{self._path} holds a line that is no step: {error}; remove it to go on"
             ) from error
 
     def forget_from(self, step: int) -> None:
         """Drops ``step`` and all after it: what a run did after its last checkpoint."""
-        kept = [record for record in self.read() if record.step < step]
-        write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
+        kept = [_line(record) for record in self.read() if record.step < step]
+        write_whole(self._path, b"".join(kept))
+
+
+def _line(record: TrainingStep) -> bytes:
+    return json.dumps(asdict(record)).encode() + b"\n"
 
 
 def _append_whole(path: Path, lines: bytes) -> None:

@@ -64,8 +64,7 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
         path: the file.
         field: JSONL field or Parquet column; None is the first of :data:`LENGTH_FIELDS` there.
         bytes_per_token: by which UTF-8 bytes of texts are divided, at least
-            :data:`LEAST_BYTES_PER_TOKEN`. A lone surrogate counts as three bytes, as in texts
-            that are trained on.
+            :data:`LEAST_BYTES_PER_TOKEN`. A lone surrogate counts as three bytes.
     """
     if not (math.isfinite(bytes_per_token) and bytes_per_token >= LEAST_BYTES_PER_TOKEN):
         raise ValueError(

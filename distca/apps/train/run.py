@@ -77,7 +77,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     """
     began = datetime.now().isoformat(timespec="seconds")
     local_rank = number_of("LOCAL_RANK", os.environ, "0")
-    corpus = open_corpus(run.data.data, run.data.text_field)
+    corpus = open_corpus(run.data.data)
     device = choose_device(run.service.device, local_rank)
     folder = RunFolder(run.service.run_dir)
     with ExitStack() as stack:
@@ -195,16 +195,15 @@ class _Loop:
             if not first:
                 self.checkpoints.set_aside()
             self._log.forget_from(first)
-        with self._display:
-            for step in range(first, self._run.training.steps):
-                self._train_step(step, first)
-                done = step + 1
-                # All ranks stop after the same step once any of them was asked to.
-                if sum_over_ranks(float(stop.requested)):
-                    break
-                if done % self._run.training.checkpoint_every == 0:
-                    self._save(done)
-            self._save(done)
+        for step in range(first, self._run.training.steps):
+            self._train_step(step, first)
+            done = step + 1
+            # All ranks stop after the same step once any of them was asked to.
+            if sum_over_ranks(float(stop.requested)):
+                break
+            if done % self._run.training.checkpoint_every == 0:
+                self._save(done)
+        self._save(done)
         # A run that is resumed may have gone further than it is asked to.
         return done >= self._run.training.steps
 

@@ -101,13 +101,10 @@ class DataSettings:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of text files (one document a file), or a .jsonl or .parquet file. "
-            "Default: the sources of Python's standard library."
+            help="Folder of text files, one document a file. Default: the sources of Python's "
+            "standard library."
         ),
     ] = None
-    text_field: Annotated[
-        str, typer.Option(help="JSONL field or Parquet column that holds the text.")
-    ] = "text"
     max_document_tokens: Annotated[
         int | None,
         typer.Option(

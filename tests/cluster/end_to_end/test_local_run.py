@@ -183,7 +183,7 @@ def test_bad_data_is_told_before_anything_starts(start_run: StartRun, tmp_path: 
     run = start_run("run", f"--data={tmp_path / 'absent'}")
     ended = run.wait(30.0)
     assert ended.exit_code == 1
-    assert f"DataError: data path {tmp_path / 'absent'} does not exist" in ended.output
+    assert f"DataError: data path {tmp_path / 'absent'} is no folder" in ended.output
     assert not run.folder.root.exists()
 
 

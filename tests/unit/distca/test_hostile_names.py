@@ -50,8 +50,7 @@ def hostile_record() -> RunRecord:
 
 
 def progress(console: Console) -> None:
-    with TrainingDisplay(console, HOSTILE, 3) as bar:
-        bar.show(example_record(n_steps=1).steps[0])
+    TrainingDisplay(console, HOSTILE, 3).show(example_record(n_steps=1).steps[0])
 
 
 def finding() -> CheckFinding:

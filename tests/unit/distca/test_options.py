@@ -191,7 +191,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             rendezvous="file:///tmp/r",
             device=DeviceName.CUDA,
         ),
-        DataSettings(data=Path("/tmp/data"), text_field="b", max_document_tokens=9, seed=5),
+        DataSettings(data=Path("/tmp/data"), max_document_tokens=9, seed=5),
         ModelSettings(hidden_size=64, layers=2, heads=8, kv_heads=8, dtype=Precision.BFLOAT16),
         TrainingSettings(
             steps=7,

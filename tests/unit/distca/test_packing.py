@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_attention.arrays import Int64Array
 from distca.apps.train.corpus import Corpus
 from distca.apps.train.packing import IGNORED_LABEL, Packer, batch_of, predicted_tokens
 
@@ -16,10 +17,20 @@ LIMITS = st.none() | st.integers(2, 40)
 CPU = torch.device("cpu")
 
 
+class Texts(Corpus):
+    """Documents that are no files."""
+
+    def __init__(self, texts: list[Int64Array]) -> None:
+        self._texts = texts
+        self.lengths = np.array([len(text) for text in texts])
+
+    def tokens(self, document: int, begin: int, end: int) -> Int64Array:
+        return self._texts[document][begin:end]
+
+
 def corpus_of(lengths: list[int]) -> Corpus:
     random = np.random.default_rng(7)
-    texts = [random.integers(0, 256, length, dtype=np.uint8).tobytes() for length in lengths]
-    return Corpus("made up", np.array(lengths), lambda n, begin, end: texts[n][begin:end])
+    return Texts([random.integers(0, 256, length) for length in lengths])
 
 
 @given(lengths=LENGTHS, n_ranks=RANKS, tokens=TOKENS, limit=LIMITS)
