@@ -21,7 +21,6 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster
 from trainer_client import Session, SessionError
-from trainer_client.loops.held_batch import own_copy
 from trainer_client.step.ping_pong import PingPong
 
 __all__ = ["gpu_pool"]
@@ -91,17 +90,6 @@ def test_a_step_without_dropout_leaves_the_generators_alone(session: Session) ->
     train(session, model)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(torch.cuda.get_rng_state(), states[1])
-
-
-@pytest.mark.parametrize("where", ["pinned", "device"])
-def test_a_copy_of_a_batch_has_memory_of_its_own(where: str) -> None:
-    """As of nanochat's: a pinned buffer, and one on the device."""
-    pinned = torch.zeros(1000, dtype=torch.int64, pin_memory=True)
-    rows = pinned if where == "pinned" else pinned.to(DEVICE)
-    copied = own_copy({"row": rows})["row"]
-    assert copied.is_pinned() is (where == "pinned")
-    rows.fill_(1)
-    assert not copied.any()
 
 
 def test_frozen_layers_leave_steps_complete(session: Session) -> None:
