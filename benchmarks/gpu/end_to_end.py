@@ -94,12 +94,6 @@ class Plan:
     memory_gib: float | None = None
     cuts_documents: bool = False
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Plan:
-        """The reverse of ``dataclasses.asdict`` and JSON."""
-        lists = {name: tuple(fields[name]) for name in ("seeds", "ways", "traced")}
-        return cls(**fields | lists | {"model": ModelShape(**fields["model"])})
-
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
         measured = [
@@ -506,17 +500,8 @@ def main(
         typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    from_json: Annotated[
-        Path | None,
-        typer.Option(help="Show what an earlier run wrote instead of measuring."),
-    ] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
-    if from_json is not None:
-        written = json.loads(from_json.read_text())
-        plan = Plan.from_dict(written["plan"])
-        _present(plan, written["ways"], _name_of(plan))
-        return
     model = ModelShape(layers=layers, vocabulary=vocabulary)
     if tiny:
         model = ModelShape(
@@ -548,18 +533,14 @@ def main(
     results = measure(plan)
     if json_path is not None:
         json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")
-    _present(plan, results, f"{device_name(torch.device(device))}, {_name_of(plan)}")
+    if not results:
+        raise SystemExit("no step was measured; what went wrong is above")
+    show(plan, results, f"{device_name(torch.device(device))}, {_name_of(plan)}")
 
 
 def _name_of(plan: Plan) -> str:
     nodes = f" + {plan.pool_nodes}" if plan.pool_nodes else ""
     return f"{plan.ranks}{nodes} devices, {plan.model.layers} layers, {plan.tokens_per_rank} tokens"
-
-
-def _present(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
-    if not results:
-        raise SystemExit("no step was measured; what went wrong is above")
-    show(plan, results, title)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ backward. ``even`` under a way's own schedule has the memory that the schedule n
     python -m benchmarks.gpu.pipeline --stages 4 --json out.json
 
 Layers are recomputed but for core attention. The optimiser's learning rate is 0, so that all ways
-see the same weights and their losses must agree. A way that cannot run, fails or stalls is named
-and left out; the others go on. What is measured is written to ``--json`` after every step.
+see the same weights and their losses must agree. A way that cannot run is named and left out. What
+is measured is written to ``--json`` after every step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Plan:
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
         deadline_seconds: of the whole run.
-        step_seconds: that ranks may take from one sign of life to the next.
     """
 
     model: ModelShape
@@ -96,14 +95,6 @@ class Plan:
     device: str
     compiled: bool
     deadline_seconds: float
-    step_seconds: float
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Plan:
-        """The reverse of ``dataclasses.asdict`` and JSON."""
-        names = ("microbatches", "seeds", "ways")
-        lists = {name: tuple(fields[name]) for name in names}
-        return cls(**fields | lists | {"model": ModelShape(**fields["model"])})
 
     def batches(self, n_microbatches: int) -> list[Batch]:
         """The measured ones."""
@@ -152,21 +143,15 @@ class Notes:
         self._folder = folder
 
     def write(self, key: str, found: dict[str, Any]) -> None:
-        """Keeps what is known of a case; a sign of life."""
+        """Keeps what is known of a case."""
         partial = self._folder / f"{key}.partial"
         partial.write_text(json.dumps(found))
         partial.replace(self._folder / f"{key}.case")
 
-    def read(self) -> dict[str, dict[str, Any]]:
-        """By key, what is known of each case that has begun."""
-        return {
-            path.stem: json.loads(path.read_text()) for path in sorted(self._folder.glob("*.case"))
-        }
-
-    def newest(self) -> float:
-        """When the last sign of life was, in seconds since the epoch; 0 before the first."""
-        times = [path.stat().st_mtime for path in self._folder.glob("*.case")]
-        return max(times, default=0.0)
+    def read(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """What is known of each case that has begun."""
+        paths = [self._folder / f"{case.key}.case" for case in cases]
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def run_case(
@@ -176,7 +161,6 @@ def run_case(
     settings: RankSettings,
     stages: Stages,
     notes: Notes,
-    attempt: int,
 ) -> None:
     """Measures one case; rank 0 writes what has been found after every step."""
     way, on_gpu = way_of(case.way), settings.device.type == "cuda"
@@ -196,7 +180,7 @@ def run_case(
     began = time.perf_counter()
     try:
         require_runnable(way, plan.stages, case.n_microbatches, plan.model, plan.tokens, memory)
-        name = f"{case.way}-{case.n_microbatches}-{attempt}".replace("@", "-").replace(":", "-")
+        name = f"{case.way}-{case.n_microbatches}".replace("@", "-").replace(":", "-")
         running = PipelineWay(way, name, settings, stages, case.n_microbatches, drawn)
     except CannotRun as error:
         found |= {"state": "left out", "why": str(error)}
@@ -283,7 +267,6 @@ def run_rank(
     cases: Sequence[Case],
     drawn: Sequence[Sequence[tuple[Batch, Layout]]],
     folder: Path,
-    attempt: int,
 ) -> None:
     """A rank's process: cases, one after the other."""
     launch_in_time(rank)
@@ -294,7 +277,7 @@ def run_rank(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     else:
         torch.set_num_threads(1)
-    rendezvous = folder / f"rendezvous-{attempt}"
+    rendezvous = folder / "rendezvous"
     with joined(rank, plan.stages, on_gpu=on_gpu, rendezvous=rendezvous) as device:
         settings = RankSettings(
             rank=rank,
@@ -312,13 +295,13 @@ def run_rank(
         )
         stages, notes = Stages(settings), Notes(folder)
         for case, steps in zip(cases, drawn, strict=True):
-            run_case(case, plan, steps, settings, stages, notes, attempt)
+            run_case(case, plan, steps, settings, stages, notes)
             let_go(device)
 
 
 def measure(plan: Plan, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """Starts a control plane and the ranks, again with the cases that are left where one of them
-    failed or stalled; returns what there is of all cases by the deadline.
+    """Starts a control plane and the ranks; returns what there is of all cases when they are over,
+    a rank has failed, or the deadline has come.
 
     Args:
         plan: what to measure.
@@ -327,81 +310,22 @@ def measure(plan: Plan, keep: Callable[[list[dict[str, Any]]], None]) -> list[di
     deadline = time.monotonic() + plan.deadline_seconds
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         folder = Path(name)
-        notes = Notes(folder)
+        notes, cases = Notes(folder), plan.cases()
         if any(way_of(way).served for way in plan.ways):
             start_control_plane(supervisor, folder)
-        left = plan.cases()
-        drawn = {case.key: plan.drawn(case) for case in left}
-        attempt, failures = 0, dict[str, str]()
-        while left and time.monotonic() < deadline:
-            steps = [drawn[case.key] for case in left]
-            why = _run_group(plan, left, steps, folder, attempt, notes, deadline, keep)
-            found = notes.read()
-            over = [case for case in left if found.get(case.key, {}).get("state") in _OVER]
-            left = [case for case in left if case not in over]
-            if left and why:
-                # The first that is not over is the one that was running.
-                failures[left[0].key] = why
-                notes.write(
-                    left[0].key,
-                    {
-                        **_empty(left[0]),
-                        **found.get(left[0].key, {}),
-                        "state": "failed",
-                        "why": why,
-                    },
-                )
-                print(f"m={left[0].n_microbatches} {left[0].way}: {why}", flush=True)
-                left = left[1:]
-            attempt += 1
-        for case in left:
-            notes.write(
-                case.key,
-                {
-                    **_empty(case),
-                    **notes.read().get(case.key, {}),
-                    "state": "failed",
-                    "why": f"the deadline of {plan.deadline_seconds:.0f} s came first",
-                },
-            )
-        found = notes.read()
-        return [found[case.key] for case in plan.cases() if case.key in found]
-
-
-_OVER = ("done", "left out")
-
-
-def _empty(case: Case) -> dict[str, Any]:
-    return {"way": case.way, "microbatches": case.n_microbatches, "steps": []}
-
-
-def _run_group(
-    plan: Plan,
-    cases: Sequence[Case],
-    drawn: Sequence[Sequence[tuple[Batch, Layout]]],
-    folder: Path,
-    attempt: int,
-    notes: Notes,
-    deadline: float,
-    keep: Callable[[list[dict[str, Any]]], None],
-) -> str:
-    """Runs ranks until all cases are over, one failed, nothing was heard of them for too long, or
-    the deadline came; returns what went wrong, if anything."""
-    seen = began = time.time()
-    with spawned(run_rank, (plan, cases, drawn, folder, attempt), plan.stages) as ranks:
-        try:
-            while not ranks.join(timeout=_POLL_SECONDS):
-                newest = max(notes.newest(), began)
-                if newest > seen:
-                    seen = newest
-                    keep(list(notes.read().values()))
-                if time.monotonic() > deadline:
-                    return f"the deadline of {plan.deadline_seconds:.0f} s came in its midst"
-                if time.time() - newest > plan.step_seconds:
-                    return f"stalled: nothing was heard of it for {plan.step_seconds:.0f} s"
-        except Exception as error:
-            return f"a rank failed: {str(error).strip().splitlines()[-1]}"
-    return ""
+        drawn = [plan.drawn(case) for case in cases]
+        why = "the deadline came first"
+        with spawned(run_rank, (plan, cases, drawn, folder), plan.stages) as ranks:
+            try:
+                while time.monotonic() < deadline and not ranks.join(timeout=_POLL_SECONDS):
+                    keep(notes.read(cases))
+            except Exception as error:
+                why = f"a rank failed: {str(error).strip().splitlines()[-1]}"
+        found = notes.read(cases)
+        for case in found:
+            if case["state"] == "begun":
+                case |= {"state": "failed", "why": why}
+        return found
 
 
 def main(
@@ -447,21 +371,11 @@ def main(
         ),
     ] = False,
     deadline: Annotated[float, typer.Option(help="Seconds for everything.")] = 540.0,
-    step_timeout: Annotated[
-        float, typer.Option(help="Seconds without a finished step after which a way has stalled.")
-    ] = 240.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    from_json: Annotated[
-        Path | None,
-        typer.Option(help="Show, and draw, what an earlier run wrote instead of measuring."),
-    ] = None,
     timeline_png: Annotated[
         Path | None,
         typer.Option(help="Picture of a step of the first batch in all ways, first microbatches."),
     ] = None,
-    timeline_ways: Annotated[
-        str, typer.Option(help="Of those, the ones to draw; empty: all.")
-    ] = "",
 ) -> None:
     """Training steps in a pipeline, in several ways.
 
@@ -470,11 +384,6 @@ def main(
     minutes, m = 8 about 9: two calls. With --stages 2 a step takes twice as long for the
     same layers: give --layers 4. At --deadline it ends, and shows what it has.
     """
-    if from_json is not None:
-        written = json.loads(from_json.read_text())
-        show(written["plan"], written["cases"], written["title"])
-        _draw(written["plan"], written["cases"], written["title"], timeline_ways, timeline_png)
-        return
     try:
         plan = Plan(
             model=_model(layers, vocabulary, device, tiny=tiny),
@@ -491,7 +400,6 @@ def main(
             device=device,
             compiled=compiled,
             deadline_seconds=deadline,
-            step_seconds=step_timeout,
         )
         for name in plan.ways:
             way_of(name)
@@ -512,23 +420,13 @@ def main(
     title = f"{device_name(torch.device(device))}, {title}"
     keep(found)
     show(asdict(plan), found, title)
-    _draw(asdict(plan), found, title, timeline_ways, timeline_png)
+    if timeline_png is not None:
+        n = plan.microbatches[0]
+        first = [case for case in found if case["microbatches"] == n]
+        save_pipelines(first, f"{title}, m = {n}", timeline_png)
     wrong = disagreements(asdict(plan), found)
     if verify and wrong:
         raise SystemExit("\n".join(wrong))
-
-
-def _draw(
-    plan: dict[str, Any], cases: list[dict[str, Any]], title: str, ways: str, path: Path | None
-) -> None:
-    if path is None:
-        return
-    n, names = plan["microbatches"][0], tuple(filter(None, ways.split(","))) or plan["ways"]
-    chosen = [case for case in cases if case["microbatches"] == n and case["way"] in names]
-    try:
-        save_pipelines(chosen, f"{title}, m = {n}", path)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
 
 
 def _model(layers: int, vocabulary: int, device: str, *, tiny: bool) -> ModelShape:

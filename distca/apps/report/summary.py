@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distca.apps.report.record import RunRecord, StepDetail, mean_of
+from distca.apps.report.record import RunRecord, mean_of
 from distca.process.plain_text import plain
 
 WARMUP_STEPS = 2
@@ -52,11 +52,7 @@ def _mode_in_words(record: RunRecord) -> str:
         "in-place": "in the trainers' own processes",
         "mixed": f"on {n_servers} servers, nodes and trainers",
     }
-    return (
-        f"{record.mode}: {where[record.mode]}"
-        if n_servers and record.mode in where
-        else record.mode
-    )
+    return f"{record.mode}: {where[record.mode]}" if n_servers else record.mode
 
 
 def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
@@ -74,37 +70,21 @@ def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
         ),
     ]
     imbalances = [
-        (label, mean_of([getattr(step, field) for step in record.steps]))
-        for label, field in (
-            ("{} without planning", "home_imbalance"),
-            ("{} planned", "planned_imbalance"),
-            ("{} measured", "measured_imbalance"),
+        f"{value:.2f} {how}"
+        for how, field in (
+            ("without planning", "home_imbalance"),
+            ("planned", "planned_imbalance"),
+            ("measured", "measured_imbalance"),
         )
+        if (value := mean_of([getattr(step, field) for step in record.steps])) is not None
     ]
-    known = [label.format(f"{value:.2f}") for label, value in imbalances if value is not None]
-    if known:
-        rows.append(("imbalance (mean)", ", ".join(known)))
-    if record.detail is not None:
-        rows.append(("plain packing", _plain_packing(record.detail)))
+    if imbalances:
+        rows.append(("imbalance (mean)", ", ".join(imbalances)))
     plan_seconds = [step.plan_seconds for step in record.steps if step.plan_seconds is not None]
     if plan_seconds:
         typical = statistics.median(plan_seconds)
         rows.append(("planning", f"{typical * 1e3:.1f} ms a step (median)"))
     return rows
-
-
-def _plain_packing(detail: StepDetail) -> str:
-    """Compares the slowest rank without planning with the slowest server. The estimate is the
-    plan's: shares by the cost profiles, of all seconds that were measured, if they were."""
-    expected, measured = sum(detail.planned_seconds), sum(detail.measured_seconds)
-    scale = measured / expected if measured and expected else 1.0
-    alone = max(detail.home_seconds, default=0.0) * scale
-    served = max(detail.measured_seconds or detail.planned_seconds, default=0.0)
-    how = "measured" if detail.measured_seconds else "planned"
-    return (
-        f"the slowest rank would compute core attention for {alone:.3g} s (estimated), the slowest "
-        f"server took {served:.3g} s ({how}): step {detail.step}, the most unbalanced one"
-    )
 
 
 def _verification_rows(record: RunRecord) -> list[tuple[str, str]]:

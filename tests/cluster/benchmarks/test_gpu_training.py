@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
-from benchmarks.gpu.end_to_end import Plan
 from benchmarks.gpu.training import batches, methods, trace
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
@@ -276,24 +274,6 @@ def test_all_ways_train_the_same_model_on_gpus(tmp_path: Path) -> None:
     for way in ways:
         # bfloat16: 2^-9 = 2e-3 a rounding, averaged over hundreds of tokens.
         assert found[way] == pytest.approx(found["plain"], rel=2e-3)
-
-
-def test_what_a_run_wrote_is_shown_again(tmp_path: Path) -> None:
-    plan = Plan(
-        model=ModelShape(layers=1), tokens_per_rank=8, ranks=3, seeds=(0,), warm_ups=1,
-        ways=("pool",), distribution="pretrain", tolerance=0.03, device="cuda", compiled=True,
-        traced=("pool",), pool_nodes=1,
-    )  # fmt: skip
-    step = {"seconds": 2.0, "mfu": 0.5, "imbalance": 1.0}
-    way = {"way": "pool", "steps": [step], "memory": [], "traces": []}
-    written = tmp_path / "out.json"
-    written.write_text(json.dumps({"plan": asdict(plan), "ways": [way]}))
-    done = ran(sys.executable, "-m", "benchmarks.gpu.end_to_end", f"--from-json={written}")
-    assert done.returncode == 0, done.stderr
-    # 3 ranks with 8 tokens in 2 s, on 4 devices.
-    assert "12 │" in done.stdout
-    assert "3 │" in done.stdout
-    assert Plan.from_dict(json.loads(written.read_text())["plan"]) == plan
 
 
 def test_compiled_graphs_do_not_name_the_main_module(tmp_path: Path) -> None:

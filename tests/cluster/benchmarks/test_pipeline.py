@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu.pipeline import Plan
 from benchmarks.gpu.training import microbatches, pipeline_report
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
@@ -152,7 +151,7 @@ def command(out: Path, *options: str) -> list[str]:
     return [
         *(sys.executable, "-m", "benchmarks.gpu.pipeline", "--device=cpu", "--tiny"),
         *("--no-compiled", "--stages=2", "--layers=4", "--tokens=1024", "--warm-ups=0"),
-        *("--step-timeout=240", f"--json={out}", *options),
+        *(f"--json={out}", *options),
     ]
 
 
@@ -165,12 +164,15 @@ WAYS = (
 @pytest.mark.timeout(400)
 def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = (f"--ways={','.join(WAYS)}", "--microbatches=4", "--batches=2", "--verify")
+    picture = tmp_path / "steps.png"
+    options = (
+        f"--ways={','.join(WAYS)}", "--microbatches=4", "--batches=2", "--verify",
+        f"--timeline-png={picture}",
+    )  # fmt: skip
     done = ran(*command(out, *options), timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses and gradients' norms of all ways agree on every batch" in done.stdout
     written = json.loads(out.read_text())
-    assert Plan.from_dict(written["plan"]).ways == WAYS
     cases = {case["way"]: case for case in written["cases"]}
     assert {name: case["state"] for name, case in cases.items()} == dict.fromkeys(WAYS, "done")
     for case in cases.values():
@@ -180,15 +182,6 @@ def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
             assert all(0 < share < 1 for share in pipeline_report.bubble(step))
             if way_of(case["way"]).served:
                 assert min(step["slots"]["measured"]) >= 1.0
-    picture = tmp_path / "steps.png"
-    shown = ran(
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.pipeline",
-        f"--from-json={out}",
-        f"--timeline-png={picture}",
-    )
-    assert shown.stdout in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -205,7 +198,7 @@ def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path)
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_dies_costs_its_way_alone(tmp_path: Path) -> None:
+def test_a_rank_that_dies_leaves_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     running = subprocess.Popen(
         command(out, "--ways=drawn,even", "--microbatches=2", "--batches=3"),
@@ -222,7 +215,7 @@ def test_a_rank_that_dies_costs_its_way_alone(tmp_path: Path) -> None:
         running.kill()
     assert "m = 2, drawn: failed: a rank failed" in printed
     states = {case["way"]: case["state"] for case in json.loads(out.read_text())["cases"]}
-    assert states == {"drawn": "failed", "even": "done"}
+    assert states == {"drawn": "failed"}
 
 
 def rank_of(pid: int) -> int:

@@ -133,7 +133,7 @@ def test_a_damaged_line_of_a_step_log_is_named(tmp_path: Path, line: bytes) -> N
     path.write_bytes(b"\n".join((first, line, last, b"")))
     log = StepLog(path)
     for read in (log.read, partial(log.forget_from, 0)):
-        with pytest.raises(RunFolderError, match=r"steps\.jsonl: "):
+        with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
             read()
 
 
@@ -159,21 +159,3 @@ def test_step_log_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCapture
 def test_mean_leaves_unknown_values_out() -> None:
     assert mean_of([1.0, None, 3.0]) == 2.0
     assert mean_of([None]) is None
-
-
-def test_plain_packing_is_estimated_from_what_was_measured() -> None:
-    record = example_record()
-    detail = replace(
-        example_detail(),
-        step=3,
-        home_seconds=(1.0, 3.0),
-        planned_seconds=(2.0, 2.0),
-        measured_seconds=(4.0, 4.4),
-    )
-    shown = dict(summary_rows(replace(record, detail=detail)))["plain packing"]
-    assert "for 6.3 s (estimated)" in shown
-    assert "took 4.4 s (measured): step 3" in shown
-    unmeasured = replace(detail, measured_seconds=())
-    shown = dict(summary_rows(replace(record, detail=unmeasured)))["plain packing"]
-    assert "for 3 s (estimated)" in shown
-    assert "took 2 s (planned)" in shown
