@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils  # noqa: F401  # its annotations name torch.cuda.Stream
 
 
 class CpuModule(types.ModuleType):
