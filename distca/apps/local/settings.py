@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-import typer
+from typing import ClassVar
 
 from data_plane.transport import TransportName
 from distca.contract.checks import check_least
 from distca.contract.identity import check_name
 from distca.contract.settings import Placement
+from distca.options import option
 from distca.run_folder import RunFolder
 
 
@@ -22,27 +21,21 @@ class LocalSettings:
 
     PANEL: ClassVar = "Local run"
 
-    mode: Annotated[
-        Placement,
-        typer.Option(
-            help="Core attention on attention nodes (pool), in the trainers' own processes "
-            "(in-place), or both (mixed)."
-        ),
-    ] = Placement.POOL
-    trainers: Annotated[int, typer.Option(help="Trainer ranks.")] = 2
-    nodes: Annotated[int, typer.Option(help="Attention nodes; none are started in-place.")] = 2
-    threads: Annotated[int, typer.Option(help="Compute threads of each process.")] = 1
-    transport: Annotated[
-        TransportName,
-        typer.Option(
-            help="What moves the rows; auto is ucxx where it is installed: all is on one machine."
-        ),
-    ] = TransportName.AUTO
-    name: Annotated[str, typer.Option(help="Name of the run; default: mode and time of day.")] = ""
-    runs_dir: Annotated[Path, typer.Option(help="The run's folder is made in it.")] = Path("runs")
-    overwrite: Annotated[bool, typer.Option(help="Remove an earlier run of this name first.")] = (
-        False
+    mode: Placement = option(
+        Placement.POOL,
+        "Core attention on attention nodes (pool), in the trainers' own processes "
+        "(in-place), or both (mixed).",
     )
+    trainers: int = option(2, "Trainer ranks.")
+    nodes: int = option(2, "Attention nodes; none are started in-place.")
+    threads: int = option(1, "Compute threads of each process.")
+    transport: TransportName = option(
+        TransportName.AUTO,
+        "What moves the rows; auto is ucxx where it is installed: all is on one machine.",
+    )
+    name: str = option("", "Name of the run; default: mode and time of day.")
+    runs_dir: Path = option(Path("runs"), "The run's folder is made in it.")
+    overwrite: bool = option(False, "Remove an earlier run of this name first.")
 
     def __post_init__(self) -> None:
         check_least(self, trainers=1, nodes=0, threads=1)

@@ -26,6 +26,7 @@ from distca.contract.checks import (
 from distca.contract.identity import check_name
 from distca.contract.settings import Placement, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
+from distca.options import option
 
 _TRAINING = "Training"
 
@@ -61,13 +62,11 @@ class ModelSettings:
 
     PANEL: ClassVar = "Model"
 
-    hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 128
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4
-    heads: Annotated[int, typer.Option(help="Number of query heads.")] = 4
-    kv_heads: Annotated[int, typer.Option(help="Number of key and value heads.")] = 2
-    dtype: Annotated[
-        Precision, typer.Option(help="Data type of weights, activations and attention.")
-    ] = Precision.FLOAT32
+    hidden_size: int = option(128, "Width of the model.")
+    layers: int = option(4, "Number of layers.")
+    heads: int = option(4, "Number of query heads.")
+    kv_heads: int = option(2, "Number of key and value heads.")
+    dtype: Precision = option(Precision.FLOAT32, "Data type of weights, activations and attention.")
 
     def __post_init__(self) -> None:
         check_least(self, hidden_size=1, layers=1, heads=1, kv_heads=1)
@@ -98,21 +97,15 @@ class DataSettings:
 
     PANEL: ClassVar = "Data"
 
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of text files, one document a file. Default: the sources of Python's "
-            "standard library."
-        ),
-    ] = None
-    max_document_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Longer documents are cut into pieces of at most this many tokens. Default: a "
-            "rank's."
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Order of the documents and first weights.")] = 0
+    data: Path | None = option(
+        None,
+        "Folder of text files, one document a file. Default: the sources of Python's "
+        "standard library.",
+    )
+    max_document_tokens: int | None = option(
+        None, "Longer documents are cut into pieces of at most this many tokens. Default: a rank's."
+    )
+    seed: int = option(0, "Order of the documents and first weights.")
 
     def __post_init__(self) -> None:
         # A single token predicts nothing.
@@ -125,44 +118,33 @@ class TrainingSettings:
 
     PANEL: ClassVar = "Training"
 
-    steps: Annotated[int, typer.Option(help="Steps in all, those before a resume included.")] = 16
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank in a step.")] = 4096
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, after the first steps.")] = 3e-3
-    sharding: Annotated[
-        Sharding | None,
-        typer.Option(
-            help="Whether every rank holds all weights, or FSDP2 spreads them; default: fsdp on "
-            "CUDA devices, replicated on the CPU."
-        ),
-    ] = None
-    verify: Annotated[
-        bool,
-        typer.Option(
-            help="Compare loss and every gradient of each step with local attention; fail if they "
-            "differ."
-        ),
-    ] = False
-    verify_every: Annotated[
-        int,
-        typer.Option(
-            help="With --verify: steps from one that is compared to the next; the first and the "
-            "last always are."
-        ),
-    ] = 1
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints; one is always saved at the end.")
-    ] = 100
-    resume: Annotated[
-        bool, typer.Option(help="Go on from the newest checkpoint in the run folder.")
-    ] = False
-    resume_or_start: Annotated[
-        bool,
-        typer.Option(
-            "--resume-or-start",
-            help="The same, but begin at the first step if there is no checkpoint yet: for jobs "
-            "that a cluster starts again.",
-        ),
-    ] = False
+    steps: int = option(16, "Steps in all, those before a resume included.")
+    tokens_per_rank: int = option(4096, "Tokens of each rank in a step.")
+    learning_rate: float = option(3e-3, "Of AdamW, after the first steps.")
+    sharding: Sharding | None = option(
+        None,
+        "Whether every rank holds all weights, or FSDP2 spreads them; default: fsdp on "
+        "CUDA devices, replicated on the CPU.",
+    )
+    verify: bool = option(
+        False,
+        "Compare loss and every gradient of each step with local attention; fail if they differ.",
+    )
+    verify_every: int = option(
+        1,
+        "With --verify: steps from one that is compared to the next; the first and the "
+        "last always are.",
+    )
+    checkpoint_every: int = option(
+        100, "Steps between checkpoints; one is always saved at the end."
+    )
+    resume: bool = option(False, "Go on from the newest checkpoint in the run folder.")
+    resume_or_start: bool = option(
+        False,
+        "The same, but begin at the first step if there is no checkpoint yet: for jobs "
+        "that a cluster starts again.",
+        "--resume-or-start",
+    )
 
     def __post_init__(self) -> None:
         check_least(self, steps=1, tokens_per_rank=2, verify_every=1, checkpoint_every=1)
@@ -186,31 +168,21 @@ class ServiceSettings(RankTimeouts):
     control_plane: Annotated[
         str, typer.Option(help="host:port of the control plane.", envvar="DISTCA_CONTROL_PLANE")
     ]
-    placement: Annotated[Placement, typer.Option(help="Where core attention runs.")] = (
-        Placement.POOL
+    placement: Placement = option(Placement.POOL, "Where core attention runs.")
+    device: DeviceName = option(
+        DeviceName.AUTO,
+        "cuda: device LOCAL_RANK of this host, gradients over NCCL; auto: cuda where there is one.",
+        rich_help_panel=_TRAINING,
     )
-    device: Annotated[
-        DeviceName,
-        typer.Option(
-            help="cuda: device LOCAL_RANK of this host, gradients over NCCL; auto: cuda where "
-            "there is one.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = DeviceName.AUTO
-    data_host: Annotated[
-        str,
-        typer.Option(
-            help="Address of this machine at which other ranks reach it; auto: the one towards the "
-            "control plane, loopback with --one-host.",
-        ),
-    ] = OWN_ADDRESS
-    data_interface: Annotated[
-        str,
-        typer.Option(
-            help="Network interface whose IPv4 address is that, for example net1, instead of "
-            "--data-host.",
-        ),
-    ] = ""
+    data_host: str = option(
+        OWN_ADDRESS,
+        "Address of this machine at which other ranks reach it; auto: the one towards the "
+        "control plane, loopback with --one-host.",
+    )
+    data_interface: str = option(
+        "",
+        "Network interface whose IPv4 address is that, for example net1, instead of --data-host.",
+    )
     run_dir: Annotated[
         Path,
         typer.Option(
@@ -219,42 +191,30 @@ class ServiceSettings(RankTimeouts):
             rich_help_panel=_TRAINING,
         ),
     ]
-    transport: Annotated[
-        TransportName,
-        typer.Option(
-            help="What moves the rows; the same for all processes of a job. auto: that of the "
-            "pool's servers, or what suits this machine's devices."
-        ),
-    ] = TransportName.AUTO
-    replace: Annotated[
-        bool, typer.Option("--replace", help="End a live job of this name and take its place.")
-    ] = False
-    one_host: Annotated[
-        bool,
-        typer.Option(
-            "--one-host/--several-hosts",
-            help="Whether all ranks and servers are on this machine: then they use shared memory.",
-        ),
-    ] = False
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            help="Port of /metrics of the first rank on a host; the others (LOCAL_RANK) take the "
-            "next ones. 0: any free one. Default: none.",
-            envvar="DISTCA_METRICS_PORT",
-        ),
-    ] = None
-    min_gigabytes_per_second: Annotated[
-        float,
-        typer.Option(help="A server reached more slowly than this is warned of; 0: no floor."),
-    ] = 0.0
-    rendezvous: Annotated[
-        str,
-        typer.Option(
-            help="How the ranks find each other, as in torch.distributed: env:// reads what "
-            "torchrun sets."
-        ),
-    ] = "env://"
+    transport: TransportName = option(
+        TransportName.AUTO,
+        "What moves the rows; the same for all processes of a job. auto: that of the "
+        "pool's servers, or what suits this machine's devices.",
+    )
+    replace: bool = option(False, "End a live job of this name and take its place.", "--replace")
+    one_host: bool = option(
+        False,
+        "Whether all ranks and servers are on this machine: then they use shared memory.",
+        "--one-host/--several-hosts",
+    )
+    metrics_port: int | None = option(
+        None,
+        "Port of /metrics of the first rank on a host; the others (LOCAL_RANK) take the "
+        "next ones. 0: any free one. Default: none.",
+        envvar="DISTCA_METRICS_PORT",
+    )
+    min_gigabytes_per_second: float = option(
+        0.0, "A server reached more slowly than this is warned of; 0: no floor."
+    )
+    rendezvous: str = option(
+        "env://",
+        "How the ranks find each other, as in torch.distributed: env:// reads what torchrun sets.",
+    )
 
     def __post_init__(self) -> None:
         check_seconds(self)
