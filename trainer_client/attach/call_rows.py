@@ -15,7 +15,11 @@ from torch.utils._pytree import tree_map
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_device, on_host
-from trainer_client.turns.manifests import lengths_of_documents, padded_lengths
+from trainer_client.turns.manifests import (
+    lengths_between,
+    lengths_of_documents,
+    padded_lengths,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +57,7 @@ class CallRows:
             rows = mask.flatten().nonzero().squeeze(1)
             return cls(lengths, shape, on_device(rows, given.device))
         if (cumulative := named.get("cu_seq_lens_q")) is not None:
-            lengths = on_host(cumulative).diff().tolist()
+            lengths = lengths_between(cumulative)
         elif positions is not None:
             if positions.dim() > 2:
                 raise ManifestError(

@@ -50,9 +50,9 @@ def core_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` within each document of the current nano-batch.
 
-    Call it inside ``with session.step(n):``, and inside :class:`trainer_client.PingPong` if the
-    step has several nano-batches. Rows are those of the rank's manifest, in packed order. In an
-    activation checkpoint it is run once, not again when activations are recomputed: see
+    Call it inside ``with session.step(n):``; if the step has several nano-batches, choose one by
+    :func:`trainer_client.in_nano_batch`. Rows are those of the rank's manifest, in packed order. In
+    an activation checkpoint it is run once, not again when activations are recomputed: see
     :mod:`trainer_client.hooks.checkpointing`.
 
     Which keys a query sees says the job's mask, ``AttentionShape.mask``. A layer with a window or

@@ -136,7 +136,7 @@ class Turns:
         if len(calls) > 1 and in_checkpoint():
             raise SessionError(
                 "an activation checkpoint is around nano-batches that take turns; checkpoint "
-                "layers of the model, not PingPong or the whole model"
+                "layers of the model, not the whole model"
             )
         self._forward = forward
         self._running = running

@@ -14,32 +14,6 @@ from trainer_client.options import RankOptions
 from trainer_client.turns.parts import cut, segments_of, split_documents
 
 
-def manifest_from_cu_seqlens(
-    step: int, rank: int, nano_batches: Sequence[torch.Tensor]
-) -> RankManifest:
-    """The manifest of packed documents given by cumulative lengths.
-
-    Args:
-        step: the training step.
-        rank: this rank.
-        nano_batches: for each nano-batch, ``[documents + 1]`` integers from 0 up, as
-            ``cu_seq_lens_q``.
-
-    Raises:
-        ManifestError: they are not one-dimensional or do not begin at 0. (An empty document is
-            found when the step is planned.)
-    """
-    lengths = []
-    for cumulative in map(on_host, nano_batches):
-        if cumulative.dim() != 1 or cumulative.numel() < 1 or int(cumulative[0]) != 0:
-            raise ManifestError(
-                f"cu_seq_lens must be one-dimensional and begin with 0, got shape "
-                f"{tuple(cumulative.shape)}"
-            )
-        lengths.append(cumulative.diff().tolist())
-    return RankManifest.from_lengths(step, rank, lengths)
-
-
 def manifest_of_forward(
     step: int, options: RankOptions, lengths: Sequence[int], own: range
 ) -> RankManifest:
@@ -79,6 +53,25 @@ def padded_lengths(seen: torch.Tensor) -> list[int]:
         )
     of_rows: list[int] = lengths.tolist()
     return of_rows
+
+
+def lengths_between(cumulative: torch.Tensor) -> list[int]:
+    """Tokens of each document.
+
+    Args:
+        cumulative: ``[documents + 1]`` integers from 0 up, as ``cu_seq_lens_q``.
+
+    Raises:
+        ManifestError: they are not one-dimensional or do not begin at 0.
+    """
+    cumulative = on_host(cumulative)
+    if cumulative.dim() != 1 or cumulative.numel() < 1 or int(cumulative[0]) != 0:
+        raise ManifestError(
+            f"cu_seq_lens must be one-dimensional and begin with 0, got shape "
+            f"{tuple(cumulative.shape)}"
+        )
+    lengths: list[int] = cumulative.diff().tolist()
+    return lengths
 
 
 def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:

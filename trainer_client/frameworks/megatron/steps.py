@@ -31,7 +31,7 @@ from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.running_step import RunningStep
-from trainer_client.turns.manifests import manifest_from_cu_seqlens
+from trainer_client.turns.manifests import lengths_between
 from trainer_client.turns.parts import segments_of
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class ServedSteps:
     def _manifest(self, step: int, microbatches: Sequence[Microbatch]) -> RankManifest:
         rank, bounds = self.session.options.rank, [_bounds(step, each) for each in microbatches]
         # Made in any case: it tells of bounds that are none.
-        manifest = manifest_from_cu_seqlens(step, rank, bounds)
+        manifest = RankManifest.from_lengths(step, rank, list(map(lengths_between, bounds)))
         chunk = next(iter(self._turns.values()), None)
         self._running = planned = []
         for its, microbatch in zip((each.tolist() for each in bounds), microbatches, strict=True):
