@@ -4,8 +4,8 @@ Every way trains on the same documents, without a barrier on the host, in proces
 
 * plain: FlashAttention-4 on each rank's packed row (``benchmarks.gpu.end_to_end``'s plain packing);
 * attached: ``distca.attach``, with servers inside the trainers;
-* in-place: ping-pong of two nano-batches, likewise;
-* beside: a pool with an attention node's process on each trainer's GPU;
+* in-place: the same with ``turns=2``, and documents cut where halves meet;
+* beside: likewise, a pool with an attention node's process on each trainer's GPU;
 * beside-mps: the same under an MPS daemon of its own.
 
     python -m benchmarks.gpu.user_loop --ways plain,attached,in-place --tokens-per-rank 131072
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,7 @@ from benchmarks.rank_group import RankGroup, begin_rank
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from distca.apps.local.supervisor import Supervisor
-from trainer_client import Placement, Session, SessionOptions
-from trainer_client.step.ping_pong import PingPong
+from trainer_client import Placement
 
 MPS = "nvidia-cuda-mps-control"
 DRIVER_FOLDERS = "/usr/local/nvidia/bin:/usr/local/cuda/bin"
@@ -64,8 +63,6 @@ COMPILE_SECONDS = 600.0
 COMPILE = (
     "from control_plane.planner.planners import PLANNERS, prepare; prepare(PLANNERS['balanced'])"
 )
-AHEAD = 3
-"""Steps whose manifests are submitted before they run."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +71,23 @@ class Way:
 
     Attributes:
         placement: None: not at all.
+        turns: nano-batches of a step.
         nodes: whether a node runs on each rank's device.
         mps: whether all of them share the GPUs by MPS.
-        attached: whether the model is attached, so that the loop is plain packing's.
     """
 
     placement: Placement | None
+    turns: int = 1
     nodes: bool = False
     mps: bool = False
-    attached: bool = False
 
 
 WAYS = {
     "plain": Way(None),
-    "attached": Way(Placement.IN_PLACE, attached=True),
-    "in-place": Way(Placement.IN_PLACE),
-    "beside": Way(Placement.POOL, nodes=True),
-    "beside-mps": Way(Placement.POOL, nodes=True, mps=True),
+    "attached": Way(Placement.IN_PLACE),
+    "in-place": Way(Placement.IN_PLACE, turns=2),
+    "beside": Way(Placement.POOL, turns=2, nodes=True),
+    "beside-mps": Way(Placement.POOL, turns=2, nodes=True, mps=True),
 }
 
 
@@ -104,7 +101,6 @@ class Settings:
         tokens_per_rank, ranks: of a step.
         warm_ups: steps on the first batches, before all.
         batches: measured, seeds from 0.
-        halves: nano-batches of a step; 2 is ping-pong.
         lengths: distribution of documents' lengths.
         device: cuda or cpu.
         control_plane: its address; empty for plain packing.
@@ -117,7 +113,6 @@ class Settings:
     ranks: int
     warm_ups: int
     batches: int
-    halves: int
     lengths: str
     device: str
     control_plane: str
@@ -156,8 +151,7 @@ class Loop:
         self._model.train()
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
         language = LanguageModel(self._model)
-        in_turn = not served or self._way.attached
-        self._ddp = DistributedDataParallel(InTurn(language) if in_turn else PingPong(language))
+        self._ddp = DistributedDataParallel(InTurn(language))
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
         self._watch = Stopwatch(device)
@@ -166,59 +160,45 @@ class Loop:
     def run(self) -> None:
         """All steps; what is found is written after each."""
         with ExitStack() as stack:
-            if self._way.attached:
-                stack.enter_context(distca.attach(self._model, **self._named()))
-            if self._way.attached or self._way.placement is None:
-                steps = self._alone()
-            else:
-                steps = self._served(stack.enter_context(Session.open(self._options())))
+            if self._way.placement is not None:
+                stack.enter_context(distca.attach(self._model, **self._options()))
             began = time.perf_counter()
-            for nano_batches, block in steps:
-                with block as running:
-                    labels = self._labels(nano_batches)
-                    dist.all_reduce(labels)
-                    losses = self._ddp(
-                        [
-                            {name: tensor.to(self._device) for name, tensor in each.items()}
-                            for each in nano_batches
-                        ]
-                    )
-                    loss = torch.stack(losses).sum() * self._settings.ranks / labels
-                    loss.backward()
+            for nano_batches in self._steps():
+                labels = self._labels(nano_batches)
+                dist.all_reduce(labels)
+                losses = self._ddp(
+                    [
+                        {name: tensor.to(self._device) for name, tensor in each.items()}
+                        for each in nano_batches
+                    ]
+                )
+                loss = torch.stack(losses).sum() * self._settings.ranks / labels
+                loss.backward()
                 self._optimizer.step()
                 self._optimizer.zero_grad()
                 value = loss.item()
                 ended = time.perf_counter()
-                self._keep(ended - began, value, running)
+                self._keep(ended - began, value)
                 began = time.perf_counter()
 
     def _labels(self, nano_batches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
         counts = [(each["labels"] != IGNORED_LABEL).sum() for each in nano_batches]
         return torch.stack(counts).sum().to(self._device)
 
-    def _named(self) -> dict[str, Any]:
-        """Options of a session, and of an attached model."""
+    def _options(self) -> dict[str, Any]:
         return {
             "control_plane": self._settings.control_plane,
             "job": self._settings.way,
             "placement": self._way.placement,
+            "turns": self._way.turns,
+            "cut_documents": self._way.turns == 2,
             "data_host": "127.0.0.1",
             "one_host": True,
             "profile_dir": Path(self._settings.folder),
         }
 
-    def _options(self) -> SessionOptions:
-        return SessionOptions.for_model(
-            self._model,
-            rank=self._rank,
-            n_ranks=self._settings.ranks,
-            n_nano_batches=self._settings.halves,
-            **self._named(),
-        )
-
-    def _alone(self) -> Iterator[tuple[list[dict[str, Any]], Any]]:
-        """The nano-batch of each step, which is handed to the model and nothing else, and the block
-        that it runs in."""
+    def _steps(self) -> Iterator[list[dict[str, Any]]]:
+        """The packed row of each step."""
         kernel = None
         if self._way.placement is None:
             kernel = select_kernel(self._device)
@@ -227,19 +207,7 @@ class Loop:
             mine = batches.packed(batch)[self._rank]
             if kernel is not None:
                 attention.use(attention.WholeDocuments(kernel, mine, self._device, self._watch))
-            yield self._tensors(batch, mine), nullcontext()
-
-    def _served(self, session: Session) -> Iterator[tuple[list[dict[str, Any]], Any]]:
-        """Likewise; documents lie on the ranks as plain packing puts them."""
-        pack = batches.packed if self._settings.halves == 1 else batches.packed_in_halves
-        manifests = [
-            RankManifest(step, self._rank, pack(batch)[self._rank].nano_batches)
-            for step, batch in enumerate(self._drawn)
-        ]
-        for step, batch in enumerate(self._drawn):
-            while session.next_step < min(step + 1 + AHEAD, len(manifests)):
-                session.submit(manifests[session.next_step])
-            yield self._tensors(batch, manifests[step]), session.step(step)
+            yield self._tensors(batch, mine)
 
     def _tensors(self, batch: Batch, mine: RankManifest) -> list[dict[str, Any]]:
         """On the host, where a loader leaves them."""
@@ -249,13 +217,10 @@ class Loop:
             for segments in mine.nano_batches
         ]
 
-    def _keep(self, seconds: float, loss: float, running: Any) -> None:
+    def _keep(self, seconds: float, loss: float) -> None:
         found: dict[str, Any] = {"seconds": seconds, "loss": loss}
-        if running is None:
+        if self._way.placement is None:
             found["attention_seconds"] = sum(self._watch.read().values())
-        else:
-            names = ("exposed_seconds", "sent_bytes", "recoveries", "replayed_ticks")
-            found |= {name: getattr(running.report, name) for name in names}
         if self._device.type == "cuda":
             found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         self._found.append(found)
@@ -393,10 +358,8 @@ def show(settings: Settings, results: Sequence[dict[str, Any]]) -> None:
     """Prints one table."""
     tokens = settings.ranks * settings.tokens_per_rank
     shown = f"{settings.ranks} x {settings.device}, {settings.tokens_per_rank} tokens a rank"
-    table = Table(title=f"{shown}, {settings.shape['layers']} layers, halves {settings.halves}")
-    for column in (
-        "way", "tokens/s", "step s by batch", "exposed s", "device GiB", "reserved GiB", "loss",
-    ):  # fmt: skip
+    table = Table(title=f"{shown}, {settings.shape['layers']} layers")
+    for column in ("way", "tokens/s", "step s by batch", "device GiB", "reserved GiB", "loss"):
         table.add_column(column, overflow="fold")
     for result in results:
         measured = result["steps"][settings.warm_ups :]
@@ -409,7 +372,6 @@ def show(settings: Settings, results: Sequence[dict[str, Any]]) -> None:
             result["way"],
             f"{tokens * len(seconds) / sum(seconds):,.0f}" if seconds else "did not end",
             each("seconds", 3) + (" ..." if result["outcome"] else ""),
-            each("exposed_seconds", 3),
             f"{result.get('device_gib', 0.0):.1f}",
             f"{max((step.get('reserved_gib', 0.0) for step in measured), default=0.0):.1f}",
             each("loss", 5),
@@ -420,9 +382,6 @@ def show(settings: Settings, results: Sequence[dict[str, Any]]) -> None:
         if result["way"] == "plain" and measured:
             gains = headroom({"steps": measured})
             print(f"headroom by batch: {' '.join(f'{gain:.2f}' for gain in gains)}")
-        repeats = sum(step.get("replayed_ticks", 0) for step in result["steps"])
-        if repeats:
-            print(f"{result['way']}: {repeats} ticks were replayed")
 
 
 def parse() -> argparse.Namespace:
@@ -433,7 +392,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-per-rank", type=int, default=128 * 1024)
     parser.add_argument("--batches", type=int, default=5, help="measured; seeds from 0")
     parser.add_argument("--warm-ups", type=int, default=2, help="steps before them")
-    parser.add_argument("--halves", type=int, choices=(1, 2), default=2, help="nano-batches")
     parser.add_argument("--lengths", default="pretrain", help="pretrain or prolong")
     parser.add_argument("--limit-seconds", type=float, default=150.0, help="of each way")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -476,7 +434,6 @@ def main() -> None:
                 ranks=chosen.gpus,
                 warm_ups=chosen.warm_ups,
                 batches=chosen.batches,
-                halves=chosen.halves,
                 lengths=chosen.lengths,
                 device=chosen.device,
                 control_plane=address,

@@ -10,7 +10,10 @@ from torch import nn
 import distca
 from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
-from trainer_client import Session
+from trainer_client import Session, in_nano_batch
+from trainer_client.hooks.sharded_weights import require_prepared
+from trainer_client.step.lane import require_step
+from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.turns.manifests import lengths_of_documents
 
 NanoBatches = Sequence[Mapping[str, Any]]
@@ -30,3 +33,23 @@ def submitted(session: Session, steps: Iterable[NanoBatches]) -> Iterator[tuple[
         lengths = [lengths_of_documents(batch["position_ids"]) for batch in batches]
         session.submit(RankManifest.from_lengths(step, session.options.rank, lengths))
     yield from numbered
+
+
+class PingPong(nn.Module):
+    """Runs a module over the nano-batches of a step, in turns or one after the other."""
+
+    def __init__(self, module: nn.Module, *, interleave: bool = True) -> None:
+        super().__init__()
+        self.module, self.interleave = module, interleave
+
+    def forward(self, nano_batches: NanoBatches) -> list[Any]:
+        if self.interleave:
+            require_prepared(self.module)
+            calls: list[Call] = [((), batch) for batch in nano_batches]
+            return run_in_turns(self.module, calls, 0, is_last=True, model=self.module)
+        outputs = []
+        for index, batch in enumerate(nano_batches):
+            with in_nano_batch(index):
+                outputs.append(self.module(**batch))
+            require_step().lane_returned(index)
+        return outputs

@@ -16,9 +16,9 @@ from core_attention.manifest import RankManifest
 from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile
+from tests.support.loops import PingPong
 from tests.support.reference import reference_attention
 from trainer_client import Session, SessionOptions, checkpoint, core_attention
-from trainer_client.step.ping_pong import PingPong
 from trainer_client.step.running_step import RunningStep
 
 _names = itertools.count()

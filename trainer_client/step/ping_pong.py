@@ -18,9 +18,7 @@ from torch import nn
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import end_checkpoints, in_checkpoint
-from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.lane_random import LaneRandom
-from trainer_client.hooks.sharded_weights import require_prepared
 from trainer_client.hooks.thread_state import ThreadState
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
 from trainer_client.step.mixed_state import watch
@@ -28,71 +26,6 @@ from trainer_client.step.running_step import RunningStep
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments, and those with names."""
-
-
-class PingPong(nn.Module):
-    """Runs a module over the nano-batches of a step, interleaved at the attention points.
-
-    Wrap it in ``DistributedDataParallel`` as any module; its parameters are the module's.
-
-    Args:
-        module: the model; called once per nano-batch with the nano-batch's keyword arguments.
-        interleave: False runs the nano-batches one after the other, for comparison.
-    """
-
-    def __init__(self, module: nn.Module, *, interleave: bool = True) -> None:
-        super().__init__()
-        self.module = module
-        self.interleave = interleave
-        self._checked = False
-
-    @outside_graphs
-    def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The module's outputs, one per nano-batch.
-
-        Raises:
-            SessionError: no step is running, it has another number of nano-batches, or the module
-                is sharded by FSDP1 or ZeRO-3, or by FSDP2 and not prepared, see
-                :func:`trainer_client.prepare_fsdp`.
-        """
-        running = require_step()
-        if len(nano_batches) != running.job.n_nano_batches:
-            raise SessionError(
-                f"{len(nano_batches)} nano-batches were given; the job has n_nano_batches="
-                f"{running.job.n_nano_batches}"
-            )
-        if not self.interleave or len(nano_batches) == 1:
-            random = LaneRandom(len(nano_batches))
-            try:
-                return [
-                    self._run_alone(running, index, batch, random)
-                    for index, batch in enumerate(nano_batches)
-                ]
-            finally:
-                random.end()
-        if not self._checked:
-            require_prepared(self.module)
-            self._checked = True
-        calls = [((), batch) for batch in nano_batches]
-        return Turns(self.module, running, calls, model=self.module).run()
-
-    def _run_alone(
-        self,
-        running: RunningStep,
-        index: int,
-        batch: Mapping[str, Any],
-        random: LaneRandom,
-    ) -> Any:
-        lane = Lane(running, index, beside=range(running.job.n_nano_batches))
-        token = current_lane.set(lane)
-        random.enter(index)
-        try:
-            output = self.module(**batch)
-            running.lane_returned(index)
-            return output
-        finally:
-            random.leave(index)
-            current_lane.reset(token)
 
 
 def run_in_turns(

@@ -123,21 +123,6 @@ def packed(batch: Batch) -> list[RankManifest]:
     return [RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))]
 
 
-def packed_in_halves(batch: Batch) -> list[RankManifest]:
-    """Plain packing, each rank's documents one after another over two nano-batches of half its
-    tokens; the one that crosses from the first to the second is in both.
-
-    Raises:
-        CannotRun: one is longer than a rank.
-    """
-    require_whole_documents(batch, "plain packing")
-    rows = batch.tokens_per_rank // 2
-    return [
-        RankManifest(0, rank, tuple(_laid(segments, 2, rows)))
-        for rank, segments in enumerate(_whole(batch.ranks))
-    ]
-
-
 def repacked(batch: Batch) -> list[RankManifest]:
     """Whole documents at equal memory: the dearest first, each to the rank with the least work
     that has room for it. One that fits nowhere is cut; its pieces are documents of their own, which

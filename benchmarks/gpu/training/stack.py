@@ -18,8 +18,10 @@ from benchmarks.gpu.training.layers import (
     shard_model,
 )
 from core_attention.shape import AttentionShape
+from trainer_client import in_nano_batch
 from trainer_client.models.transformers import IMPLEMENTATION, check_documents
-from trainer_client.step.ping_pong import PingPong
+from trainer_client.step.lane import require_step
+from trainer_client.step.ping_pong import Call, run_in_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ class TrainingStack:
             compile_layers(layers)
         checkpoint_layers(layers)
         language = LanguageModel(model)
-        root = PingPong(language, interleave=interleave) if n_lanes > 1 else InTurn(language)
+        root = NanoBatches(language, interleave=interleave) if n_lanes > 1 else InTurn(language)
         self._sharded = shard_model(
             root,
             layers,
@@ -154,6 +156,25 @@ class TrainingStack:
         """Clips the gradients and updates the weights."""
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
+
+
+class NanoBatches(nn.Module):
+    """Runs the nano-batches of a session's step, in turns or one after the other."""
+
+    def __init__(self, module: nn.Module, *, interleave: bool) -> None:
+        super().__init__()
+        self.module, self._interleave = module, interleave
+
+    def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
+        if self._interleave:
+            calls: list[Call] = [((), batch) for batch in nano_batches]
+            return run_in_turns(self.module, calls, 0, is_last=True, model=self.module)
+        outputs = []
+        for index, batch in enumerate(nano_batches):
+            with in_nano_batch(index):
+                outputs.append(self.module(**batch))
+            require_step().lane_returned(index)
+        return outputs
 
 
 class InTurn(nn.Module):

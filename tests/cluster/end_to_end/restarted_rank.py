@@ -19,8 +19,8 @@ from torch import nn
 
 from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, on_this_host
+from tests.support.loops import PingPong
 from trainer_client import Session, SessionOptions, core_attention
-from trainer_client.step.ping_pong import PingPong
 
 STEPS = 4
 KILLED_IN = 2

@@ -28,9 +28,8 @@ from core_attention.shape import AttentionShape
 from distca.apps.train.verify import relative_difference
 from tests.cluster.gpu_loops.hazards import Hazards
 from tests.cluster.gpu_loops.matrix import Combination
-from tests.support.loops import submitted
+from tests.support.loops import PingPong, submitted
 from trainer_client import Session, SessionOptions, labels_per_rank, prepare_fsdp
-from trainer_client.step.ping_pong import PingPong
 from trainer_client.turns.parts import split_documents
 
 N_RANKS, N_STEPS = 2, 5

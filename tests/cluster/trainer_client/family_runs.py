@@ -21,9 +21,9 @@ from core_attention.manifest import RankManifest, Segment
 from tests.cluster.trainer_client.model_sweep import make_model
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves, within_nano_batches
+from tests.support.loops import PingPong
 from tests.support.tiny_models import VOCABULARY
 from trainer_client import Session, SessionOptions
-from trainer_client.step.ping_pong import PingPong
 
 Gradients = Mapping[str, np.ndarray]
 """float32, by the names of parameters; without those that got none."""

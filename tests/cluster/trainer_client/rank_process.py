@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from core_attention.manifest import RankManifest
+from tests.support.loops import PingPong
 from tests.support.team import Layer, Layers, Rows, computed_rows, random_rows
 from trainer_client import Session, SessionOptions
-from trainer_client.step.ping_pong import PingPong
 
 
 def run_ranks(

@@ -22,9 +22,9 @@ from tests.cluster.trainer_client.test_transformers import (
     make_model,
 )
 from tests.support.cluster import Cluster, on_this_host
+from tests.support.loops import PingPong
 from trainer_client import Placement, Session, SessionError, SessionOptions
 from trainer_client.models.document_check import check_documents
-from trainer_client.step.ping_pong import PingPong
 
 SOON_SECONDS = 10.0
 """Far below every deadline; a step takes a fraction of a second."""

@@ -21,12 +21,11 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster
 from tests.support.gradients import assert_gradients
-from tests.support.loops import attached
+from tests.support.loops import PingPong, attached
 from trainer_client import at_home
 from trainer_client.local_attention import at_home as at_home_module
 from trainer_client.local_attention import plain
 from trainer_client.models.transformers import UnsupportedArgument
-from trainer_client.step.ping_pong import PingPong
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """float32 through two layers; kernels sum in another order."""

@@ -30,13 +30,13 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from trainer_client import Session, SessionError, checkpoint
 from trainer_client.errors import ChangedInPlace
 from trainer_client.hooks import checkpointing
 from trainer_client.hooks.checkpointing import CheckpointedCall, Checkpoints
 from trainer_client.models.transformers import check_documents
 from trainer_client.step.attention_call import AttentionCall
-from trainer_client.step.ping_pong import PingPong
 
 
 def gpt2_config(width: int) -> transformers.GPT2Config:
@@ -171,19 +171,6 @@ def test_gradients_of_checkpoints_with_dropout_are_those_without_checkpoints(
     assert losses[0] == losses[1]
     assert numbers[0] == numbers[1]
     assert_gradients(model, plain)
-
-
-def test_a_lanes_random_numbers_do_not_depend_on_the_turns(gpt2_session: Session) -> None:
-    model = make_model(copy.deepcopy(GPT2), "distca").train()
-    losses, next_numbers = [], []
-    for interleave in (True, False):
-        torch.manual_seed(3)
-        with gpt2_session.step(submit(gpt2_session)), torch.no_grad():
-            outputs = PingPong(model, interleave=interleave)(make_batches())
-        losses.append([float(output.loss) for output in outputs])
-        next_numbers.append(float(torch.rand(())))
-    assert losses[0] == losses[1]
-    assert next_numbers[0] == next_numbers[1]
 
 
 def test_lanes_and_steps_draw_different_numbers(gpt2_session: Session) -> None:

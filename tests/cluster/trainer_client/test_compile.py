@@ -18,9 +18,9 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.gradients import assert_gradients
+from tests.support.loops import PingPong
 from trainer_client import Placement, Session, SessionOptions, checkpoint, core_attention
 from trainer_client.models.transformers import IMPLEMENTATION
-from trainer_client.step.ping_pong import PingPong
 
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([9, 1, 30], [17, 5])

@@ -13,10 +13,10 @@ from core_attention.manifest import RankManifest, Segment
 from data_plane.transport import Connection
 from tests.cluster.trainer_client.test_wrong_models import N_LAYERS, ROWS, SHAPE, Model, team_of
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from tests.support.team import Team
 from tests.support.waiting import eventually
 from trainer_client import Session
-from trainer_client.step.ping_pong import PingPong
 
 PLACEMENTS = ["pool", "in-place", "mixed"]
 SOON_SECONDS = 10.0

@@ -25,6 +25,7 @@ from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
+from tests.support.loops import PingPong
 from tests.support.process_groups import process_group
 from trainer_client import (
     Session,
@@ -36,7 +37,6 @@ from trainer_client import (
 )
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.hooks.sharded_weights import check_backward_in_parts
-from trainer_client.step.ping_pong import PingPong
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")

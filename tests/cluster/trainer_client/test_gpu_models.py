@@ -20,8 +20,8 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from trainer_client import Session, SessionError
-from trainer_client.step.ping_pong import PingPong
 
 __all__ = ["gpu_pool"]
 

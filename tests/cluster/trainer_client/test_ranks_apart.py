@@ -13,10 +13,10 @@ import torch
 from core_attention.manifest import RankManifest, Segment
 from tests.cluster.end_to_end.restarted_rank import Model, rows_of
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
+from tests.support.loops import PingPong
 from tests.support.team import Team
 from trainer_client import Session
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady
-from trainer_client.step.ping_pong import PingPong
 
 LEASE_SECONDS = 3.0
 LEAVE_SECONDS = 5.0

@@ -38,7 +38,7 @@ from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
-from tests.support.loops import submitted
+from tests.support.loops import PingPong, submitted
 from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (
@@ -51,7 +51,6 @@ from trainer_client import (
     prepare_fsdp,
 )
 from trainer_client.hooks.tensor_parallel import mesh_of
-from trainer_client.step.ping_pong import PingPong
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -33,13 +33,12 @@ from tests.cluster.trainer_client.test_transformers import (
     open_session,
 )
 from tests.support.cluster import Cluster
-from tests.support.loops import attached
+from tests.support.loops import PingPong, attached
 from tests.support.process_groups import process_group
 from trainer_client import Session, SessionError, labels_per_rank
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
-from trainer_client.step.ping_pong import PingPong
 
 ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
 

@@ -19,11 +19,11 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.gradients import assert_gradients
+from tests.support.loops import PingPong
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import Placement, Session, SessionError, SessionOptions
 from trainer_client.models import documents
 from trainer_client.models.transformers import UnsupportedArgument, UnsupportedModel
-from trainer_client.step.ping_pong import PingPong
 
 SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")

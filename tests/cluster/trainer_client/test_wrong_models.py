@@ -18,9 +18,9 @@ from torch import nn
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from tests.support.team import Team
 from trainer_client import Session, SessionError, core_attention, in_nano_batch
-from trainer_client.step.ping_pong import PingPong
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 ROWS = 24

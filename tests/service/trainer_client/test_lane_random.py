@@ -19,9 +19,9 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from trainer_client import Session
 from trainer_client.hooks.lane_random import LaneRandom
-from trainer_client.step.ping_pong import PingPong
 
 
 @pytest.fixture(scope="module")

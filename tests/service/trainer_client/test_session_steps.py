@@ -21,6 +21,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster
+from tests.support.loops import PingPong
 from tests.support.team import Team
 from tests.support.waiting import eventually
 from trainer_client import (
@@ -34,7 +35,7 @@ from trainer_client import (
 )
 from trainer_client.errors import ChangedInPlace
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.step.ping_pong import Call, PingPong, run_in_turns
+from trainer_client.step.ping_pong import Call, run_in_turns
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 ROWS = 30
