@@ -284,19 +284,6 @@ def _check(model: PreTrainedModel, arguments: frozenset[str]) -> DocumentCheck:
     return found
 
 
-@contextlib.contextmanager
-def computed_here(model: nn.Module, n_rows: int) -> Iterator[None]:
-    """Inside the block ``model`` can be run on one document of ``n_rows`` tokens without a session:
-    in evaluation, without gradients, and kept as it was."""
-    check = Check(Documents("a document that is computed here", [(0, 0, n_rows)]))
-    with _undisturbed(model):
-        token = current_check.set(check)
-        try:
-            yield
-        finally:
-            current_check.reset(token)
-
-
 def hook_before_forward(model: PreTrainedModel) -> None:
     """Has ``model`` checked before its first forward in a step, and what it is called with compared
     with the manifest before each. Idempotent."""
