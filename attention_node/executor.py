@@ -197,6 +197,10 @@ class Executor:
         """Ends a tick without results."""
         self._events.put(partial(self._guard, tick, partial(tick.give_up, error)))
 
+    def leave(self, tick: OpenTick, rank: int) -> None:
+        """Goes on with a tick without ``rank``, whose rows will not come."""
+        self._events.put(partial(self._guard, tick, partial(tick.leave, rank)))
+
     def close(self, timeout_seconds: float = default_seconds("close_seconds")) -> None:
         """Stops the thread after the call in progress."""
         self._unwritten.put(None)

@@ -158,6 +158,12 @@ class OpenTick:
         if self._assembled and all(part.k_source != ASSEMBLED for part in undone):
             self._assembled.clear()
 
+    def leave(self, rank: int) -> None:
+        """Goes on without ``rank``, whose rows will not come."""
+        if not self.closed:
+            self.machine.leave({rank})
+            self._reply(self.machine.last_replies())
+
     def give_up(self, error: BaseException) -> None:
         """Ends the tick without results, and fails every source that has arrived and got no
         reply."""

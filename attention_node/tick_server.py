@@ -396,6 +396,8 @@ class TickServer:
                     self._post(peer, step, tick)
                 case instructions.GiveUpTick(step, machine, why):
                     self._executor.give_up(step.open_tick(machine), TickGivenUp(why))
+                case instructions.LeaveTick(step, machine, rank):
+                    self._executor.leave(step.open_tick(machine), rank)
                 case instructions.ReserveMemory(step):
                     self._reserve_memory(step)
                 case instructions.ReportStep(step):

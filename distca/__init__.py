@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Attached": "trainer_client.attach",
+    "ahead": "trainer_client.attach.ahead",
     "at_home": "trainer_client.local_attention.at_home",
     "attach": "trainer_client.attach",
     "core_attention": "trainer_client.attach.own_forwards",
@@ -24,6 +25,7 @@ _MODULES = {
 
 __all__ = [
     "Attached",
+    "ahead",
     "at_home",
     "attach",
     "core_attention",

@@ -41,6 +41,7 @@ from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.own_transport import data_host_of, transport_of
+from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TickWait, TrainerMetrics
 from trainer_client.options import Placement, RankOptions
 from trainer_client.step.examiner import Examiner
@@ -161,6 +162,7 @@ class Session:
         self._meetings: HostMeetings | None = None
         self._running: RunningStep | None = None
         self._handed_in: set[int] = set()
+        self._submits = False
         self._last_step = -1
         self._entered: int | None = None
         self._open: set[int] = set()
@@ -281,6 +283,7 @@ class Session:
                 f"the manifest is of step {manifest.step}, and step {self._last_step} has begun; "
                 "steps run once each, in increasing order"
             )
+        self._submits = True
         self._steps.submit(manifest, forward_only=forward_only)
         self._handed_in.add(manifest.step)
 
@@ -340,15 +343,55 @@ class Session:
             PlanNotReady: as :meth:`step`.
             SessionClosed: the job ended.
         """
+        return self._begin(lambda seconds: self._steps.wait_plan(step, seconds))
+
+    def join(self, manifest: RankManifest, joining: jobs_pb2.Joining, *, forward_only: bool) -> int:
+        """Hands in what this rank holds in a coming step that the control plane numbers: it joins
+        the step that is open then. Returns which hand-in it is.
+
+        Args:
+            manifest: of this rank; its number does not count.
+            joining: says in how many nano-batches its documents are, from the first on, whether the
+                forward has begun, where the rank's round is, and in which places it has steps open;
+                at most one hand-in is ahead of its forward.
+            forward_only: the step has no backward pass.
+        """
+        self._check_process()
+        return self._steps.join(manifest, joining, forward_only=forward_only)
+
+    def tell(self, joining: jobs_pb2.Joining) -> None:
+        """Says that the forward of a hand-in has begun, or one without rows, and where the rank's
+        round is."""
+        self._steps.tell(joining)
+
+    def begin_joined(self, sequence: int) -> RunningStep:
+        """As :meth:`begin`, for the step that a hand-in has joined. Hand-ins before it that got a
+        plan are left out; servers do not wait for them."""
+
+        def wait(seconds: float) -> PlannedStep:
+            planned = self._steps.wait_joined(sequence, seconds)
+            self.skip_before(sequence)
+            return planned
+
+        return self._begin(wait)
+
+    def skip_before(self, sequence: int) -> None:
+        """Leaves out the hand-ins before ``sequence`` that have got a plan and were not begun."""
+        for planned in self._steps.void_before(sequence):
+            running = self._begin(lambda _, planned=planned: planned)  # type: ignore[misc]
+            self.stop(running)
+            self.end(running)
+
+    def _begin(self, wait: Callable[[float], PlannedStep]) -> RunningStep:
         began = time.perf_counter()
-        planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
+        planned = wait(self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
         self._metrics.plan_waited_for(plan_wait_seconds)
         self._last_step = planned.plan.step
         self._handed_in = {number for number in self._handed_in if number > self._last_step}
         running = self._running = self._steps.begin(planned)
         running.plan_wait_seconds = plan_wait_seconds
-        self._open.add(step)
+        self._open.add(running.step)
         return running
 
     def stop(self, running: RunningStep) -> None:
@@ -379,7 +422,8 @@ class Session:
         if self._runs_ahead and running.complete:
             # What the loop does next may hold up the device, and with it whoever is served.
             # Steps before it may be open here and elsewhere: nobody waits for those.
-            self._await_end(lambda: self._in_place.ticks.is_serving(running.step, running.step))
+            step = running.step
+            self._await_end(self._last_step, lambda: self._in_place.ticks.is_serving(step, step))
 
     def report_ended(self, device_seconds: float | None = None) -> None:
         """Reports steps that have ended, in order: not those after a step that is open.
@@ -524,19 +568,21 @@ class Session:
             self._meetings.open()
 
     def _serve_to_the_end(self) -> None:
-        last = self._last_step
+        # Of steps that it submits the rank may not have run the last ones, as others have not. Of
+        # those that it joins it runs all; others run more, without it, and need its server.
+        last = self._last_step if self._submits else self._steps.first_unknown - 1
         self._await_end(
-            lambda: self._in_place.ticks.is_serving(last) or self._steps.may_be_asked(last)
+            last, lambda: self._in_place.ticks.is_serving(last) or self._steps.may_be_asked(last)
         )
 
-    def _await_end(self, is_needed: Callable[[], bool]) -> None:
-        """Waits while other ranks need this process to end the last step."""
+    def _await_end(self, last: int, is_needed: Callable[[], bool]) -> None:
+        """Waits while other ranks need this process to end steps up to ``last``."""
         deadline = time.monotonic() + self.options.tick_timeout_seconds
         while is_needed():
-            if self._link.failure is not None or self._steps.is_finished(self._last_step):
+            if self._link.failure is not None or self._steps.is_finished(last):
                 return
             if time.monotonic() > deadline:
-                logger.warning("other ranks' part of step %d is unfinished", self._last_step)
+                logger.warning("other ranks' part of step %d is unfinished", last)
                 return
             time.sleep(_SERVING_CHECK_SECONDS)
 

@@ -29,6 +29,15 @@ class GiveUpTick(Generic[Work]):
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveTick(Generic[Work]):
+    """Go on with a tick without a rank, whose rows will not come."""
+
+    step: Work
+    tick: TickMachine
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReserveMemory(Generic[Work]):
     """Set memory aside for the messages of a step, before its first receives are posted."""
 
@@ -85,6 +94,7 @@ class LogLine:
 Instruction: TypeAlias = (
     PostReceive[Peer, Work]
     | GiveUpTick[Work]
+    | LeaveTick[Work]
     | ReserveMemory[Work]
     | ReportStep[Work]
     | CloseConnection[Peer]

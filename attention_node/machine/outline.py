@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,6 +32,15 @@ class TickOutline:
     before_reply: Mapping[int, frozenset[int]]
     owed: frozenset[int]
     message_bytes: Mapping[int, int]
+
+    def is_shared_with(self, ranks: Set[int]) -> bool:
+        """Returns whether the reply of another rank waits for rows of ``ranks``."""
+        return bool(ranks) and any(
+            self.needs[part] & ranks
+            for rank, parts in self.before_reply.items()
+            if rank not in ranks
+            for part in parts
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from attention_node.machine.instructions import (
     CloseConnection,
     GiveUpTick,
     Instruction,
+    LeaveTick,
     LogLine,
     PostReceive,
     ReportGone,
@@ -406,7 +407,8 @@ class ServerMachine(Generic[Peer, Work]):
         self, job_id: str, peer: Peer, rank: int, step: Work, tick: Tick
     ) -> Instructions[Peer, Work]:
         """Ends the lane of a posted receive that the rank, which may have left since, has skipped:
-        it sends nothing more of it in the step, for it needs no gradients from that layer down."""
+        it sends nothing more of it in the step, for it needs no gradients from that layer down, or
+        has dropped the step."""
         connected = self._ranks.get(peer)
         over: Instructions[Peer, Work] = []
         if connected is not None:
@@ -430,11 +432,12 @@ class ServerMachine(Generic[Peer, Work]):
     def _end_lane(
         self, job_id: str, ticks: ServedTicks[Work], rank: int, first: Tick
     ) -> Instructions[Peer, Work]:
-        over, stuck = ticks.end_lane(rank, first)
+        over, left, stuck = ticks.end_lane(rank, first)
         for tick in over:
             self._forget_memory(job_id, ticks, tick)
         return [
             *(self._pressure.changed() if over else []),
+            *(LeaveTick(ticks.step, tick, rank) for tick in left),
             *(GiveUpTick(ticks.step, tick, why) for tick, why in stuck),
             *self._if_finished(job_id, ticks),
         ]

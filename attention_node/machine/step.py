@@ -42,10 +42,12 @@ class ServedTicks(Generic[Work]):
             return self.given_up
         if tick in self._over:
             return f"{tick} is over on this server"
-        if self._ended_ranks(tick):
+        ended = self._ended_ranks(tick)
+        if self._outline(tick).is_shared_with(ended):
             return self._without_backward(tick)
         if tick not in self.open:
             self.open[tick] = TickMachine(tick, self._outline(tick))
+            self.open[tick].leave(ended)
         return self.open[tick]
 
     def tick_over(self, tick: Tick) -> None:
@@ -60,13 +62,16 @@ class ServedTicks(Generic[Work]):
         self.given_up = self.given_up or why
         return list(self.open.values())
 
-    def end_lane(self, rank: int, first: Tick) -> tuple[list[Tick], list[tuple[TickMachine, str]]]:
+    def end_lane(
+        self, rank: int, first: Tick
+    ) -> tuple[list[Tick], list[TickMachine], list[tuple[TickMachine, str]]]:
         """``rank`` sends nothing of the lane of ``first`` any more, from ``first`` on: it needs no
-        gradients from that layer down.
+        gradients from that layer down, or has dropped the step.
 
         Returns:
-            The ticks that are over by that, since only such ranks take part in them, and the open
-            ticks that others take part in, which cannot be completed, and why.
+            The ticks that are over by that, since only such ranks take part in them; the open ticks
+            that others take part in, which go on without it; and those of them that cannot be
+            completed, since they share documents with it, and why.
         """
         self._lane_ends[rank, first.nano_batch] = first.lane_index(self.outline.n_layers)
         ended = [
@@ -81,9 +86,14 @@ class ServedTicks(Generic[Work]):
         ]
         self._over.update(over)
         self._n_left -= len(over)
-        return over, [
-            (self.open[tick], self._without_backward(tick)) for tick in ended if tick in self.open
+        stuck = [
+            (self.open[tick], self._without_backward(tick))
+            for tick in ended
+            if tick in self.open and self._outline(tick).is_shared_with(self._ended_ranks(tick))
         ]
+        given_up = [machine for machine, _ in stuck]
+        left = [self.open[tick] for tick in ended if tick in self.open]
+        return over, [machine for machine in left if machine not in given_up], stuck
 
     def _outline(self, tick: Tick) -> TickOutline:
         return self.outline.lanes[tick.nano_batch][tick]

@@ -5,6 +5,8 @@ From its first rows on a tick belongs to one thread, the executor's, which need 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from attention_node.machine.outline import TickOutline
 from core_attention.tick import Tick
 
@@ -31,6 +33,7 @@ class TickMachine:
         self.closed = False
         self.failure: BaseException | None = None
         self._outline = outline
+        self._left: set[int] = set()
         self._awaiting = set(range(len(outline.needs)))
         self.undone = set(self._awaiting)
 
@@ -48,6 +51,14 @@ class TickMachine:
         self._awaiting.difference_update(ready)
         return ready
 
+    def leave(self, ranks: Set[int]) -> None:
+        """The rows of ``ranks`` will not come, and nobody else's reply waits for them."""
+        self._left |= ranks
+        self.unreplied -= ranks
+        lost = {part for part, needed in enumerate(self._outline.needs) if needed & ranks}
+        self.undone -= lost
+        self._awaiting -= lost
+
     def part_done(self, part: int) -> list[int]:
         """A part has run; returns the ranks to reply to, in order."""
         self.undone.discard(part)
@@ -62,7 +73,7 @@ class TickMachine:
     def last_replies(self) -> list[int]:
         """Once nothing is left to run, the ranks whose reply waits for nothing but the rows of all:
         those that gave only keys, which nobody read."""
-        everybody = self.arrived == self._outline.before_reply.keys()
+        everybody = self.arrived | self._left == self._outline.before_reply.keys()
         return sorted(self.unreplied) if everybody and not self.undone else []
 
     def replied(self, rank: int) -> None:

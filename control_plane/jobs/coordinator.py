@@ -7,6 +7,7 @@ events about it are one indivisible action; only the planning of steps happens e
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.requests import (
+    Joining,
     closed_event,
     failed_event,
     finished_event,
@@ -62,6 +64,9 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 2.0
 """A heartbeat that comes so long after its time is late. With the default lease that is after 7 s,
 when ranks give up a server that answers no ping: so of several that stop at once they meet one."""
+
+_LEAST_PAUSE_SECONDS = 0.01
+"""Before an open step is looked at again that is overdue: a part of a group has joined it."""
 
 
 class Coordinator:
@@ -110,6 +115,8 @@ class Coordinator:
             on_planned=self._planned,
         )
         self._isolation = IsolationDetector(lease_seconds=settings.lease_seconds, now=clock())
+        # Jobs whose open step is looked at again when its deadline has passed.
+        self._joining: set[str] = set()
         self._recoveries = Recoveries(
             settings,
             self._jobs,
@@ -118,6 +125,7 @@ class Coordinator:
             metrics,
             clock=clock,
             plan=self._plan,
+            go_on=self._take_joined,
             close=self._close,
         )
         self.admission = Admission(
@@ -327,6 +335,32 @@ class Coordinator:
         self._jobs.make_room(job.owner, kept_bytes(manifest))
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
         self._metrics.jobs.manifest_received(job)
+        self._advance(job)
+
+    def join_step(
+        self, job_id: str, lease_id: str, joining: Joining, manifest: RankManifest | None
+    ) -> None:
+        """A rank hands in a step that has no number, says that its forward begins, or hands it in
+        again, with the number that it has got."""
+        job, now = self._jobs.get(job_id), self._clock()
+        rank = job.leases.get(lease_id, now=now).rank
+        if joining.closed_rounds is not None:
+            job.open_step.closes(rank, joining.closed_rounds)
+        if manifest is None:
+            job.open_step.begins(rank, joining.sequence, joining.round, now)
+        else:
+            self._jobs.make_room(job.owner, kept_bytes(manifest))
+            if joining.is_numbered:
+                job.hand_in_again(
+                    lease_id,
+                    manifest,
+                    sequence=joining.sequence,
+                    forward_only=joining.forward_only,
+                    now=now,
+                )
+            else:
+                job.join_step(lease_id, joining.hand_in(manifest, now), now=now)
+            self._metrics.jobs.manifest_received(job)
         self._advance(job)
 
     def locate_ranks(self, job_id: str, lease_id: str, ranks: Iterable[int]) -> dict[int, Member]:
@@ -614,9 +648,11 @@ class Coordinator:
 
     def _fail(self, job: Job, step: int, error: str) -> None:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
-        job.failed(step)
+        sequences = job.failed(step)
         self._metrics.jobs.plan_failed(job, step)
-        self._streams.send_to_ranks(job, failed_event(job, step, error))
+        for rank in job.known_ranks:
+            event = failed_event(job, step, error, sequence=sequences.get(rank, 0))
+            self._streams.send_to_rank(job, rank, event)
 
     def _pool_jobs(self) -> list[Job]:
         return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
@@ -630,6 +666,27 @@ class Coordinator:
                 self._metrics.jobs.step_ready(job, outcome.step)
                 self._plan(job, outcome)
         self._recoveries.advance(job)
+        self._take_joined(job)
+
+    def _take_joined(self, job: Job) -> None:
+        """Has the open step of ``job`` planned, and those after it, as far as ranks have joined."""
+        now = self._clock()
+        while job.closed is None and (outcome := job.take_joined(now=now)) is not None:
+            if isinstance(outcome, FailedStep):
+                self._fail(job, outcome.step, outcome.error)
+            else:
+                self._metrics.jobs.step_ready(job, outcome.step)
+                self._metrics.jobs.step_joined(job, outcome)
+                self._plan(job, outcome)
+        if job.job_id not in self._joining and (deadline := job.open_step.deadline()) is not None:
+            self._joining.add(job.job_id)
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(deadline - now, _LEAST_PAUSE_SECONDS), self._join_ends, job)
+
+    def _join_ends(self, job: Job) -> None:
+        self._joining.discard(job.job_id)
+        if job.closed is None:
+            self._take_joined(job)
 
     def _fence(self, member: Member) -> RefusedError:
         """Take the lease of a server that lives and does no work; returns the error for it."""

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.job_spec import JobSpec
+from control_plane.jobs.open_step import HandIn, OpenStep
 from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.rank_leases import RankLeases
 from control_plane.jobs.recovery import Answers, JobRecovery, StepProgress, is_finished
+from control_plane.jobs.reported_steps import ReportedSteps
 from control_plane.jobs.server_speeds import ServerSpeeds
 from control_plane.jobs.step import (
+    MAX_MISSING,
     FailedStep,
     PendingStep,
     RankMeasurement,
@@ -29,11 +33,14 @@ from control_plane.jobs.step import (
 from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
 from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
+from core_attention.step_lane import placed
 from distca.contract.rpc_errors import Reason
 
 SEGMENT_BYTES = 512
 """The bytes of a segment of a manifest, with the plan and the slices that it becomes; a test
 measures it."""
+
+NO_SEQUENCES: Mapping[int, int] = MappingProxyType({})
 
 
 def kept_bytes(manifest: RankManifest) -> int:
@@ -52,6 +59,7 @@ class Job:
         closed: None while it is open; else why it was closed, empty if every rank has finished.
         leases: its ranks.
         recovery: its epochs.
+        open_step: that ranks join, if they hand in steps without numbers.
         quarantine: pool servers that it does not use now.
         speeds: what was learned of its servers.
         reopened_at: when it was opened again, if it is from before this control plane.
@@ -90,6 +98,9 @@ class Job:
         self.is_at_home = False
         self.leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._groups = TensorParallelGroups()
+        self.open_step = OpenStep(spec.n_ranks, spec.n_nano_batches, self._group_of)
+        # Steps that an earlier control plane has numbered, as their ranks hand them in again.
+        self._numbered: dict[int, PendingStep] = {}
         self._pending: dict[int, PendingStep] = {}
         # With all manifests, and without a plan that counts.
         self._ready: dict[int, ReadyStep] = {}
@@ -98,7 +109,7 @@ class Job:
         # repeat a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, tuple[int, bool]]] = OrderedDict()
         self._manifest_bytes: dict[int, int] = {}
-        self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        self._reported = ReportedSteps(spec.n_ranks)
         # By rank, then step: why.
         self._given_up: dict[int, dict[int, str]] = {}
         # By rank that has not joined: why it could not.
@@ -166,6 +177,7 @@ class Job:
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank."""
         rank = self.leases.leave(lease_id, now=now)
+        self.open_step.leave(rank)
         if error:
             self.closed = f"rank {rank} failed: {error}"
         elif not self.leases.joined and not self.leases.absent:
@@ -174,12 +186,13 @@ class Job:
 
     @property
     def manifest_bytes(self) -> int:
-        """The bytes of the manifests of pending, ready and planned steps."""
+        """The bytes of the manifests of open, pending, ready and planned steps."""
         kept = self._pending.keys() | self._ready.keys() | self._planned.keys()
         self._manifest_bytes = {
             step: nbytes for step, nbytes in self._manifest_bytes.items() if step in kept
         }
-        return sum(self._manifest_bytes.values())
+        waiting = self.open_step.waiting.values()
+        return sum(self._manifest_bytes.values()) + sum(kept_bytes(h.manifest) for h in waiting)
 
     def submit(
         self,
@@ -196,7 +209,7 @@ class Job:
             # From a rank that has come back, and has not heard yet that all are through with it.
             return
         if manifest.step in self._accepted:
-            if self._accepted[manifest.step][rank] != (manifest.fingerprint, forward_only):
+            if self._accepted[manifest.step].get(rank) != (manifest.fingerprint, forward_only):
                 raise self._differs(manifest)
             return
         pending = self._pending.get(manifest.step, PendingStep())
@@ -218,6 +231,103 @@ class Job:
         self._pending[manifest.step] = pending
         self.keeps(manifest.step, kept_bytes(manifest))
 
+    def join_step(self, lease_id: str, hand_in: HandIn, *, now: float) -> None:
+        """A rank joins the open step. Repeating a hand-in changes nothing."""
+        rank = self.leases.get(lease_id, now=now).rank
+        self._check_manifest(rank, hand_in.manifest)
+        n_places, rest = divmod(self.spec.n_nano_batches, hand_in.turns)
+        if not n_places or rest:
+            raise InvalidRequestError(
+                f"rank {rank} has turns={hand_in.turns}; it must divide n_nano_batches="
+                f"{self.spec.n_nano_batches}"
+            )
+        if (hand_in.manifest.columns.nano_batch >= hand_in.turns).any():
+            raise InvalidRequestError(
+                f"hand-in {hand_in.sequence} of rank {rank} has documents beyond its first "
+                f"{hand_in.turns} nano-batches; the step's number says where they are"
+            )
+        if hand_in.open_places.issuperset(range(n_places)):
+            raise InvalidRequestError(
+                f"rank {rank} has steps open in all {n_places} places; end one before the next"
+            )
+        self.open_step.hand_in(rank, hand_in)
+
+    def hand_in_again(
+        self,
+        lease_id: str,
+        manifest: RankManifest,
+        *,
+        sequence: int,
+        forward_only: bool,
+        now: float,
+    ) -> None:
+        """A rank that has come back knows the number that a hand-in has got. Where the step is
+        not known, it is planned at the end of the recovery, with those that have it."""
+        rank = self.leases.get(lease_id, now=now).rank
+        self._check_manifest(rank, manifest)
+        self.open_step.received(rank, sequence)
+        step = manifest.step
+        if self.is_recovering and step not in self._accepted and step > self._finished_step:
+            if step not in self._numbered and len(self._numbered) >= self._retained_steps:
+                raise RefusedError(
+                    Reason.BACKLOG,
+                    f"rank {rank} comes back with step {step}, and {len(self._numbered)} others of "
+                    f"job {self.job_id} are unfinished; close the job",
+                )
+            pending = self._numbered.setdefault(step, PendingStep())
+            pending.manifests[rank] = manifest
+            pending.forward_only[rank] = forward_only
+
+    def take_joined(self, *, now: float) -> ReadyStep | FailedStep | None:
+        """The open step, if it can be planned now, or never can; it is no longer open."""
+        if self.is_recovering or (self._gathers and not self._refused):
+            return None
+        joined = self.open_step.take(math.inf if self._gathers else now)
+        if joined is None:
+            return None
+        step = joined.step
+        manifests = {
+            rank: placed(hand_in.manifest, step, hand_in.turns)
+            for rank, hand_in in joined.hand_ins.items()
+        }
+        forward_only = any(hand_in.forward_only for hand_in in joined.hand_ins.values())
+        ready = self._make_ready(
+            step,
+            PendingStep(manifests, dict.fromkeys(manifests, forward_only)),
+            sequences={rank: hand_in.sequence for rank, hand_in in joined.hand_ins.items()},
+        )
+        if len(manifests) < self.spec.n_ranks - len(self.leases.left):
+            ready = replace(ready, without="late" if joined.is_late else "round")
+        self._ready[step] = ready
+        why = self._why_without_plan(manifests)
+        return FailedStep(step, why) if why else ready
+
+    def _make_ready(
+        self, step: int, pending: PendingStep, sequences: Mapping[int, int] = NO_SEQUENCES
+    ) -> ReadyStep:
+        """A step of the ranks that have joined it; the others are without rows."""
+        nothing: list[list[int]] = [[]] * self.spec.n_nano_batches
+        self._accept(step, pending)
+        self._reported.joined(step, pending.manifests)
+        for manifest in pending.manifests.values():
+            self.keeps(step, kept_bytes(manifest))
+        return ReadyStep(
+            step=step,
+            manifests=tuple(
+                pending.manifests.get(rank) or RankManifest.from_lengths(step, rank, nothing)
+                for rank in range(self.spec.n_ranks)
+            ),
+            forward_only=any(pending.forward_only.values()),
+            epoch=self.epoch,
+            sequences=sequences,
+        )
+
+    def _accept(self, step: int, pending: PendingStep) -> None:
+        self._accepted[step] = {
+            rank: (manifest.fingerprint, pending.forward_only[rank])
+            for rank, manifest in pending.manifests.items()
+        }
+
     def keeps(self, step: int, nbytes: int) -> None:
         """So many bytes more are kept for a step."""
         self._manifest_bytes[step] = self._manifest_bytes.get(step, 0) + nbytes
@@ -238,10 +348,7 @@ class Job:
                 continue
             pending = self._pending.pop(step)
             if isinstance(outcome, ReadyStep):
-                self._accepted[step] = {
-                    rank: (manifest.fingerprint, pending.forward_only[rank])
-                    for rank, manifest in pending.manifests.items()
-                }
+                self._accept(step, pending)
                 self._ready[step] = outcome
                 if self.is_recovering:
                     continue
@@ -269,12 +376,15 @@ class Job:
         self._forget(oldest)
         return True
 
-    def failed(self, step: int) -> None:
+    def failed(self, step: int) -> Mapping[int, int]:
         """A ready step could not be planned; it may be submitted again. If it had a plan, that is
-        void."""
-        for known in (self._ready, self._accepted, self._planned):
-            known.pop(step, None)
+        void. Returns which of their hand-ins it was, by rank that has joined it."""
+        known = self._ready.get(step) or self._planned.get(step)
+        for steps in (self._ready, self._accepted, self._planned):
+            steps.pop(step, None)
+        self._reported.failed(step)
         self._waits = Waits()
+        return known.sequences if known is not None else NO_SEQUENCES
 
     def step(self, step: int) -> StepRecord:
         """A recent step with its plan."""
@@ -297,12 +407,13 @@ class Job:
                 f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
             )
         is_new = False
-        is_told = step in self._ready or step <= self._last_reported[rank] or self.is_recovering
+        is_told = step in self._ready or step <= self._reported.last(rank) or self.is_recovering
         if step in self._planned or not is_told:
             ranks = self.step(step).ranks
             is_new = rank not in ranks
             ranks[rank] = measured
-        self._last_reported[rank] = max(self._last_reported[rank], step)
+        self._reported.reported(rank, step)
+        self.open_step.took(rank, measured.step_seconds)
         self.recovery.progressed()
         return is_new
 
@@ -318,7 +429,7 @@ class Job:
                     f"{len(given_up)} others that are unfinished; close the job",
                 )
             given_up[step] = reason
-            self._last_reported[rank] = max(self._last_reported[rank], step)
+            self._reported.reported(rank, step)
         return rank
 
     def has_sent(self, lease_id: str, step: int, sent_ticks: Sequence[int]) -> None:
@@ -352,9 +463,7 @@ class Job:
     def others_may_run(self, step: int, rank: int) -> bool:
         """Return whether a rank other than ``rank`` may still be running the planned ``step``."""
         return step in self._planned and any(
-            last < step
-            for other, last in self._last_reported.items()
-            if other != rank and other not in self.leases.left
+            other != rank and self._reported.last(other) < step for other in self._staying
         )
 
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
@@ -395,15 +504,8 @@ class Job:
     def unfinished_steps(self) -> list[StepRecord]:
         """The planned steps that a rank may still be running, in the order of planning. A rank has
         finished a step when it has reported it or a later one, or has left."""
-        return [
-            record
-            for record in self._planned.values()
-            if any(
-                record.step > last
-                for rank, last in self._last_reported.items()
-                if rank not in self.leases.left
-            )
-        ]
+        first = min(map(self._reported.last, self._staying), default=math.inf) + 1
+        return [record for record in self._planned.values() if record.step >= first]
 
     def steps_to_tell(self) -> list[StepRecord]:
         """The unfinished steps whose plan counts, in the order of planning."""
@@ -418,15 +520,10 @@ class Job:
     def take_finished(self) -> int | None:
         """The last step that every rank has finished, as it has those before; None if that is
         known already. What is known of those steps beside their plans is forgotten."""
-        left = self.leases.left
         # Asked after every call of a rank: the first that is behind is the answer.
-        if any(
-            last <= self._finished_step and rank not in left
-            for rank, last in self._last_reported.items()
-        ):
+        if any(self._reported.last(rank) <= self._finished_step for rank in self._staying):
             return None
-        reported = [last for rank, last in self._last_reported.items() if rank not in left]
-        finished = min(reported, default=self._finished_step)
+        finished = min(map(self._reported.last, self._staying), default=self._finished_step)
         if finished <= self._finished_step:
             return None
         for step, record in self._planned.items():
@@ -452,6 +549,7 @@ class Job:
                 manifest=record.plan.manifest,
                 forward_only=record.forward_only,
                 begun=True,
+                sequences=record.sequences,
             )
 
     def check_progress(self, steps: Sequence[StepProgress]) -> None:
@@ -469,9 +567,14 @@ class Job:
         """Ends the recovery that runs, when no answer is missing; the steps to plan now, in
         order."""
         answers = self.recovery.end()
+        for step, pending in sorted(self._numbered.items()):
+            self._ready[step] = self._make_ready(step, pending)
+            self.open_step.numbered(step)
+        self._numbered.clear()
         for rank, steps in answers.items():
-            done = [progress.step for progress in steps.values() if progress.done]
-            self._last_reported[rank] = max([self._last_reported[rank], *done])
+            for progress in steps.values():
+                if progress.done:
+                    self._reported.reported(rank, progress.step)
         for known in (self._pending, self._ready):
             for step in [step for step in known if is_finished(step, answers)]:
                 del known[step]
@@ -499,10 +602,16 @@ class Job:
             (
                 record.step
                 for record in self.steps_to_tell()
-                if record.step > self._last_reported[rank]
+                if record.step > self._reported.last(rank)
             ),
             None,
         )
+
+    @property
+    def _staying(self) -> Iterator[int]:
+        """The ranks that have not left."""
+        left = self.leases.left
+        return (rank for rank in range(self.spec.n_ranks) if rank not in left)
 
     @property
     def known_ranks(self) -> list[int]:
@@ -528,15 +637,18 @@ class Job:
     @property
     def n_pending_steps(self) -> int:
         """Steps of which some manifests are here and others are not."""
-        return len(self._pending)
+        return len(self._pending) + bool(self.open_step.waiting)
 
     @property
     def pending_steps(self) -> dict[int, list[int]]:
         """The ranks whose manifest is missing, of each pending step in order, the first
         :data:`~control_plane.jobs.step.MAX_MISSING` of them."""
-        return {
+        pending = {
             step: self._pending[step].missing(self.spec.n_ranks) for step in sorted(self._pending)
         }
+        if self.open_step.waiting:
+            pending[self.open_step.next_step] = self.open_step.missing[:MAX_MISSING]
+        return pending
 
     @property
     def planned_step(self) -> int | None:
@@ -580,11 +692,8 @@ class Job:
                 f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
                 "run the same steps",
             )
-        if self._refused and self._gathers:
-            return FailedStep(
-                step,
-                f"the job lacks ranks, and one was refused: {next(iter(self._refused.values()))}",
-            )
+        if self._lacks_ranks:
+            return FailedStep(step, self._lacks_ranks)
         if len(pending.manifests) < self.spec.n_ranks:
             return None
         if len(set(pending.forward_only.values())) > 1:
@@ -594,18 +703,34 @@ class Job:
                 f"ranks {forward_only} say that step {step} is forward only, the others that it "
                 "is not; all ranks must agree",
             )
-        if difference := self._groups.difference(pending.manifests):
-            return FailedStep(step, difference)
-        if self.spec.pipelining is not None and (
-            difference := difference_of_stages(self.spec.pipelining, pending.manifests)
-        ):
-            return FailedStep(step, difference)
+        if why := self._why_without_plan(pending.manifests):
+            return FailedStep(step, why)
         return ReadyStep(
             step=step,
             manifests=tuple(pending.manifests[rank] for rank in range(self.spec.n_ranks)),
             forward_only=pending.forward_only[0],
             epoch=self.epoch,
         )
+
+    @property
+    def _lacks_ranks(self) -> str:
+        if not (self._refused and self._gathers):
+            return ""
+        return f"the job lacks ranks, and one was refused: {next(iter(self._refused.values()))}"
+
+    def _why_without_plan(self, manifests: Mapping[int, RankManifest]) -> str:
+        """The reason why these are not one step; empty if they are."""
+        why = self._lacks_ranks or self._groups.difference(manifests)
+        if not why and self.spec.pipelining is not None:
+            why = difference_of_stages(self.spec.pipelining, manifests)
+        return why
+
+    def _group_of(self, rank: int) -> Sequence[int]:
+        """The ranks without which ``rank`` cannot run a step. Which ones form a pipeline with it is
+        not known: all may."""
+        if self.spec.pipelining is not None:
+            return range(self.spec.n_ranks)
+        return self._groups.group_of(rank)
 
     def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
         """The last progress of each rank. Ranks without the step have nothing outstanding."""

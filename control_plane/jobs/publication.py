@@ -99,9 +99,12 @@ def publish_step(
         forward_only=ready.forward_only,
         first_tick=_first_tick(manifest, ready),
         speeds={server.server.server_id: server.speed for server in servers},
+        sequences=ready.sequences,
     )
     slicer = record.new_slicer()
-    by_rank = dict(enumerate(slicer.rank_events()))
+    by_rank = {
+        rank: record.numbered(rank, event) for rank, event in enumerate(slicer.rank_events())
+    }
     by_server = slicer.server_events()
     plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)

@@ -31,6 +31,7 @@ class Recoveries:
         jobs, membership, streams, metrics: the coordinator's.
         clock: seconds that never go back.
         plan: has a step planned.
+        go_on: looks at what waited for the end of a recovery.
         close: closes a job, with an error.
     """
 
@@ -44,6 +45,7 @@ class Recoveries:
         *,
         clock: Callable[[], float],
         plan: Callable[[Job, ReadyStep], None],
+        go_on: Callable[[Job], None],
         close: Callable[[Job, str], None],
     ) -> None:
         self._settings = settings
@@ -51,6 +53,7 @@ class Recoveries:
         self._membership = membership
         self._streams = streams
         self._plan = plan
+        self._go_on = go_on
         self._metrics = metrics
         self._clock = clock
         self._close = close
@@ -203,3 +206,4 @@ class Recoveries:
         for step in ready:
             self._metrics.jobs.step_ready(job, step.step)
             self._plan(job, step)
+        self._go_on(job)

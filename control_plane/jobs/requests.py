@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
+from control_plane.jobs.open_step import HandIn
 from control_plane.jobs.profiles import nominal_profile
 from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.step import RankMeasurement, ServerMeasurement, StepRecord
@@ -26,6 +28,9 @@ from distca.contract.codec import (
 )
 from distca.contract.identity import in_place_server_id
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
+
+MAX_FIRST_STEP = 2**62
+"""Numbers that a rank may ask for are below: there are others behind them."""
 
 
 def description_from_proto(
@@ -188,6 +193,68 @@ def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
         raise InvalidRequestError(str(error)) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """How a rank joins a step.
+
+    Attributes:
+        sequence, is_awaited, forward_only, turns, first_step, open_places: see
+            :class:`control_plane.jobs.open_step.HandIn`.
+        round: that it is in; None if it does not know.
+        closes_round: it has begun the last forward of its round.
+        is_numbered: the step was planned before.
+    """
+
+    sequence: int
+    is_awaited: bool
+    forward_only: bool
+    turns: int
+    first_step: int
+    open_places: frozenset[int]
+    round: int | None
+    closes_round: bool
+    is_numbered: bool
+
+    @property
+    def closed_rounds(self) -> int | None:
+        """The rounds whose last forward it has begun; None if it does not know."""
+        return None if self.round is None else self.round + self.closes_round
+
+    def hand_in(self, manifest: RankManifest, now: float) -> HandIn:
+        """The hand-in of ``manifest``, which has come now."""
+        return HandIn(
+            sequence=self.sequence,
+            manifest=manifest,
+            forward_only=self.forward_only,
+            turns=self.turns,
+            first_step=self.first_step,
+            open_places=self.open_places,
+            is_awaited=self.is_awaited,
+            round=self.round if self.is_awaited else self.closed_rounds,
+            since=now,
+        )
+
+
+def joining_from_proto(request: jobs_pb2.SubmitManifestRequest) -> Joining:
+    """How the rank of ``request`` joins a step."""
+    joining = request.joining
+    if joining.first_step >= MAX_FIRST_STEP:
+        raise InvalidRequestError(
+            f"joining.first_step is {joining.first_step}; valid are 0 to {MAX_FIRST_STEP - 1}"
+        )
+    return Joining(
+        sequence=joining.sequence,
+        is_awaited=joining.awaited,
+        forward_only=request.forward_only,
+        turns=joining.turns or 1,
+        first_step=joining.first_step,
+        open_places=frozenset(joining.open_places),
+        round=joining.round if joining.HasField("round") else None,
+        closes_round=joining.closes_round,
+        is_numbered=joining.numbered,
+    )
+
+
 def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> ServerMeasurement:
     """A server's measurement."""
     return ServerMeasurement(
@@ -220,10 +287,13 @@ def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
     )
 
 
-def failed_event(job: Job, step: int, error: str) -> jobs_pb2.PlanEvent:
-    """The event for a ``step`` that has no plan."""
+def failed_event(job: Job, step: int, error: str, *, sequence: int) -> jobs_pb2.PlanEvent:
+    """The event for a ``step`` that has no plan, to a rank of which it is the hand-in
+    ``sequence``."""
     return jobs_pb2.PlanEvent(
-        step_failed=jobs_pb2.StepFailed(job_id=job.job_id, step=step, error=error)
+        step_failed=jobs_pb2.StepFailed(
+            job_id=job.job_id, step=step, error=error, sequence=sequence
+        )
     )
 
 

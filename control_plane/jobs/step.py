@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class ReadyStep:
             empty for a step that nobody has begun.
         left: the ranks that have left the job or given the step up, and which, in words.
         begun: ranks may wait in the middle of it.
+        sequences: by rank that has joined it without a number: which of its hand-ins it is.
+        without: why some ranks have not joined it; empty if all have.
     """
 
     step: int
@@ -83,6 +86,8 @@ class ReadyStep:
     complete_ticks: tuple[tuple[int, ...], ...] = ()
     left: Mapping[int, str] = field(default_factory=dict)
     begun: bool = False
+    sequences: Mapping[int, int] = field(default_factory=dict)
+    without: Literal["", "round", "late"] = ""
 
     def whole_manifest(self, n_ranks: int) -> Manifest:
         """The manifest of all ranks."""
@@ -109,6 +114,7 @@ class StepRecord:
         first_tick: ``[n_documents]`` of the plan: the first tick of the document's lane that runs
             under it; None for a step that nobody had begun.
         speeds: corrections that servers were planned with, by id, where they are not 1.0.
+        sequences: as of :class:`ReadyStep`.
         serving: ids of the servers that have a task.
         servers, ranks: what was measured, by server id and rank.
     """
@@ -119,6 +125,7 @@ class StepRecord:
     forward_only: bool
     first_tick: Int64Array | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
+    sequences: Mapping[int, int] = field(default_factory=dict)
     serving: frozenset[str] = field(init=False)
     servers: dict[str, ServerMeasurement] = field(default_factory=dict)
     ranks: dict[int, RankMeasurement] = field(default_factory=dict)
@@ -133,7 +140,12 @@ class StepRecord:
 
     def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
         """The event for a rank; on any thread."""
-        return self._slicer.rank_event(rank)
+        return self.numbered(rank, self._slicer.rank_event(rank))
+
+    def numbered(self, rank: int, event: jobs_pb2.PlanEvent) -> jobs_pb2.PlanEvent:
+        """Says in the event for ``rank`` which of its hand-ins has got the step's number."""
+        event.step_planned.sequence = self.sequences.get(rank, 0)
+        return event
 
     def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
         """The event for a pool server that has a task; on any thread."""

@@ -49,6 +49,10 @@ class TensorParallelGroups:
         """``rank`` has joined, as one of ``group``."""
         self._of_rank.update(dict.fromkeys(group or (rank,), group))
 
+    def group_of(self, rank: int) -> Group:
+        """The group of ``rank``; empty in none."""
+        return self._of_rank.get(rank, ())
+
     def is_first(self, rank: int) -> bool:
         """Return whether ``rank`` is the first of its group; in none it is."""
         return self._of_rank.get(rank, ())[:1] in ((), (rank,))

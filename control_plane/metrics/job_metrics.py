@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.publication import Publication
-from control_plane.jobs.step import StepRecord
+from control_plane.jobs.step import ReadyStep, StepRecord
 from control_plane.metrics.server_metrics import PREFIX
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan, PlanVerdict
@@ -19,6 +19,7 @@ from distca.metric_table import Label, Table, counter, gauge, histogram
 _JOB = Label("job_name")
 _PHASE = Label("phase", tuple(Phase))
 _ABOVE = tuple(verdict for verdict in PlanVerdict if verdict is not PlanVerdict.KEPT)
+_WITHOUT = ("round", "late")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -83,6 +84,12 @@ class JobTable(Table):
     planning_backlog = gauge("Steps whose manifests are all here and whose plan is not made.", _JOB)
     manifests_total = counter("Manifests that ranks have handed in.", _JOB)
     steps_planned_total = counter("Plans made.", _JOB)
+    steps_without_ranks_total = counter(
+        "Steps planned without some ranks that had not left: none of them was to come (round), or "
+        "one came late or sat in a collective (late).",
+        _JOB,
+        Label("why", _WITHOUT),
+    )
     plans_above_tolerance_total = counter(
         "Plans whose busiest server is more than 0.02 above the tolerance, by what is known of it.",
         _JOB,
@@ -119,6 +126,8 @@ class JobMetrics:
         series.job_ranks.labels(spec.name, "expected").set(spec.n_ranks)
         for verdict in _ABOVE:
             series.plans_above_tolerance_total.labels(spec.name, verdict).inc(0)
+        for why in _WITHOUT:
+            series.steps_without_ranks_total.labels(spec.name, why).inc(0)
         for grows in (
             series.manifests_total,
             series.steps_planned_total,
@@ -151,6 +160,11 @@ class JobMetrics:
         """The last manifest of a step is here."""
         self._ready_at[job.spec.name][step] = time.perf_counter()
         self._count_waiting(job)
+
+    def step_joined(self, job: Job, ready: ReadyStep) -> None:
+        """Ranks have joined a step without a number, perhaps not all that could."""
+        if ready.without:
+            self._series.steps_without_ranks_total.labels(job.spec.name, ready.without).inc()
 
     def step_planned(self, job: Job, publication: Publication) -> None:
         """A plan was made and published."""
@@ -188,7 +202,7 @@ class JobMetrics:
 
     def rank_reported(self, job: Job, record: StepRecord) -> None:
         """A rank reported a step for the first time; shown once all have."""
-        if len(record.ranks) == job.spec.n_ranks:
+        if len(record.ranks) == (len(record.sequences) or job.spec.n_ranks):
             name, ranks = job.spec.name, record.ranks.values()
             tokens = job.tokens_of(record)
             self._series.step_seconds.labels(name).set(max(rank.step_seconds for rank in ranks))

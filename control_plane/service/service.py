@@ -18,6 +18,7 @@ from control_plane.jobs.requests import (
     description_from_proto,
     description_of_job,
     in_place_server_from_proto,
+    joining_from_proto,
     load_from_proto,
     manifest_from_proto,
     progress_from_proto,
@@ -174,12 +175,20 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def SubmitManifest(
         self, request: jobs_pb2.SubmitManifestRequest, context: Context
     ) -> jobs_pb2.SubmitManifestResponse:
-        self._coordinator.submit_manifest(
-            request.job_id,
-            request.rank_lease_id,
-            manifest_from_proto(request.manifest),
-            forward_only=request.forward_only,
-        )
+        has_manifest = request.HasField("manifest") or not request.HasField("joining")
+        manifest = manifest_from_proto(request.manifest) if has_manifest else None
+        if request.HasField("joining"):
+            self._coordinator.join_step(
+                request.job_id, request.rank_lease_id, joining_from_proto(request), manifest
+            )
+        else:
+            assert manifest is not None
+            self._coordinator.submit_manifest(
+                request.job_id,
+                request.rank_lease_id,
+                manifest,
+                forward_only=request.forward_only,
+            )
         return jobs_pb2.SubmitManifestResponse()
 
     async def WatchRank(self, request: jobs_pb2.WatchRankRequest, context: Context) -> None:

@@ -171,16 +171,38 @@ class CloseJobResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SubmitManifestRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "manifest", "forward_only")
+    __slots__ = ("job_id", "rank_lease_id", "manifest", "forward_only", "joining")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
     manifest: _plan_pb2.RankManifest
     forward_only: bool
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., manifest: _Optional[_Union[_plan_pb2.RankManifest, _Mapping]] = ..., forward_only: bool = ...) -> None: ...
+    joining: Joining
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., manifest: _Optional[_Union[_plan_pb2.RankManifest, _Mapping]] = ..., forward_only: bool = ..., joining: _Optional[_Union[Joining, _Mapping]] = ...) -> None: ...
+
+class Joining(_message.Message):
+    __slots__ = ("sequence", "awaited", "round", "closes_round", "first_step", "open_places", "numbered", "turns")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    OPEN_PLACES_FIELD_NUMBER: _ClassVar[int]
+    NUMBERED_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    awaited: bool
+    round: int
+    closes_round: bool
+    first_step: int
+    open_places: _containers.RepeatedScalarFieldContainer[int]
+    numbered: bool
+    turns: int
+    def __init__(self, sequence: _Optional[int] = ..., awaited: bool = ..., round: _Optional[int] = ..., closes_round: bool = ..., first_step: _Optional[int] = ..., open_places: _Optional[_Iterable[int]] = ..., numbered: bool = ..., turns: _Optional[int] = ...) -> None: ...
 
 class SubmitManifestResponse(_message.Message):
     __slots__ = ()
@@ -229,14 +251,16 @@ class JobOpened(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., verification_key: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class StepPlanned(_message.Message):
-    __slots__ = ("plan", "forward_only", "first_tick")
+    __slots__ = ("plan", "forward_only", "first_tick", "sequence")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TICK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.Plan
     forward_only: bool
     first_tick: bytes
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., forward_only: bool = ..., first_tick: _Optional[bytes] = ...) -> None: ...
+    sequence: int
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., forward_only: bool = ..., first_tick: _Optional[bytes] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Recover(_message.Message):
     __slots__ = ("job_id", "epoch", "lost_server_ids", "reason")
@@ -259,14 +283,16 @@ class StepFinished(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class StepFailed(_message.Message):
-    __slots__ = ("job_id", "step", "error")
+    __slots__ = ("job_id", "step", "error", "sequence")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     error: str
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    sequence: int
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class JobClosed(_message.Message):
     __slots__ = ("job_id", "error")

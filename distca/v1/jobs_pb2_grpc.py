@@ -142,7 +142,8 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubmitManifest(self, request, context):
-        """Hands in what one rank holds in a coming step. The plan is made once all ranks have.
+        """Hands in what one rank holds in a coming step. The plan is made once all ranks have; with
+        `joining` once those have that are to come, and the plan says the step's number.
         Repeating a call changes nothing. NOT_FOUND: no such job or lease. INVALID_ARGUMENT: the
         manifest is malformed, or differs from the rank's first one for the step.
         RESOURCE_EXHAUSTED: too many steps wait for other ranks' manifests.

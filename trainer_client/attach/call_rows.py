@@ -50,6 +50,8 @@ class CallRows:
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             raise ManifestError("the call has no input_ids nor inputs_embeds [batch, tokens]")
         shape = (int(given.shape[0]), int(given.shape[1]))
+        if 0 in shape:
+            return cls([], shape, None)
         mask, positions = _mask_of(named, shape), named.get("position_ids")
         if mask is not None:
             lengths = padded_lengths(mask)

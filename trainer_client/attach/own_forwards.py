@@ -52,20 +52,24 @@ class OwnForwards:
         if not self._known:
             self._learning.append(call)
             return False
-        self._forwards[-1][0].begin(self._steps(self._complete), lengths)
-        return True
+        forward, steps = self._forwards[-1][0], self._steps(self._complete)
+        if lengths:
+            forward.begin(steps, lengths)
+        else:
+            forward.begin_without_rows(steps)
+        return bool(lengths)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, model: nn.Module, *_: Any) -> None:
         token = current_forward.set(self)
-        self._forwards.append((Forward(), token))
+        self._forwards.append((Forward(model), token))
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _model: nn.Module, _arguments: Any, output: Any) -> None:
         forward, token = self._forwards.pop()
         current_forward.reset(token)
         if self._learning and not forward.has_failed:
             self._known = self._learning
         self._learning = []
-        forward.end()
+        forward.end(output)
 
     def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
         return options_of_calls(self._known, options)
@@ -115,6 +119,9 @@ def core_attention(
         if forward.begins(ServedCall(shape, scale, q.device), lengths):
             return operation.core_attention(q, k, v, sinks=sinks, softcap=softcap, scale=scale)
     keep_nothing(q)
+    if not lengths:
+        # Leads to the weights, which get gradients of zeros.
+        return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     o = attend_documents(
         q, k, v, lengths, scale=scale, softcap=softcap or 0.0, sinks=sinks, kind=kind

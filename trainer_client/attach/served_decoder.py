@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from trainer_client.attach.decoder import (
     prepare_turns,
 )
 from trainer_client.attach.forward import Forward, OpenWith
+from trainer_client.attach.zero_rows import ZeroRows
 from trainer_client.hooks.checkpointing import recomputed_caller
 from trainer_client.models.document_check import (
     check_of,
@@ -57,7 +59,7 @@ class ServedDecoder:
         self._steps, self._turns = steps, turns
         # The table of entrances holds this one as long as the model lives.
         self._decoder: weakref.ref[PreTrainedModel] | None = None
-        self._forwards: list[tuple[Forward, CallRows]] = []
+        self._forwards: list[tuple[Forward, Callable[[Any], Any]]] = []
         models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         entrances.update((each, self) for each in models)
         for each in models if turns > 1 else ():
@@ -81,12 +83,20 @@ class ServedDecoder:
         if decoder is None or model is not decoder:
             return named
         steps = self._steps(functools.partial(options_of_model, decoder))
-        rows, forward = CallRows.of(named), Forward()
-        given = _packed(decoder, named, rows)
+        forward = Forward(decoder)
         # What a checkpoint runs again has its step.
-        if recomputed_caller() is None:
+        begins = recomputed_caller() is None
+        if (zeros := ZeroRows.of(decoder, named)) is not None:
+            # For collectives of the weights.
+            if begins:
+                forward.begin_without_rows(steps)
+            self._forwards.append((forward, zeros.emptied))
+            return {**zeros.filled(named), "attention_mask": None}
+        rows = CallRows.of(named)
+        given = _packed(decoder, named, rows)
+        if begins:
             forward.begin(steps, rows.lengths)
-        self._forwards.append((forward, rows))
+        self._forwards.append((forward, rows.padded))
         return given
 
     def leave(self, model: nn.Module, output: Any) -> Any:
@@ -97,9 +107,9 @@ class ServedDecoder:
         """
         if not self._forwards or self._decoder is None or model is not self._decoder():
             return output
-        forward, rows = self._forwards.pop()
-        forward.end()
-        return output if forward.has_failed else rows.padded(output)
+        forward, restored = self._forwards.pop()
+        forward.end(output)
+        return output if forward.has_failed else restored(output)
 
     def _lanes(self, model: nn.Module) -> list[Lane]:
         """The lanes of a forward of ``model`` that runs; none if it is not the decoder."""

@@ -65,24 +65,24 @@ class RankListener(Protocol):
         """The step before which all have been begun or left out; and if it has been begun itself,
         how many ticks of each nano-batch have been sent."""
 
-    def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
+    def manifests(self) -> Sequence[HandedInStep]:
         """The manifests of unfinished steps, in order, which the control plane may have to get
         again."""
 
     def opened(self, opened: jobs_pb2.JobOpened) -> None:
         """The job is there; called once, before anything else."""
 
-    def manifest_taken(self, step: int) -> None:
-        """The control plane has the manifest of ``step``."""
+    def manifest_taken(self, handed_in: HandedInStep) -> None:
+        """The control plane has a manifest."""
 
-    def manifest_refused(self, step: int, why: str) -> None:
-        """The control plane does not take the manifest of ``step``."""
+    def manifest_refused(self, handed_in: HandedInStep, why: str) -> None:
+        """The control plane does not take a manifest."""
 
     def planned(self, planned: PlannedStep) -> None:
         """A plan has come, perhaps again."""
 
-    def failed(self, step: int, why: str) -> None:
-        """A step gets no plan any more."""
+    def failed(self, step: int, why: str, sequence: int) -> None:
+        """A step gets no plan any more; ``sequence`` as of :class:`PlannedStep`."""
 
     def recover(self, epoch: int, lost: Sequence[str], why: str) -> None:
         """Plans of epochs below ``epoch`` are void, since the servers ``lost`` are gone; perhaps
@@ -182,11 +182,14 @@ class ControlLink:
                     "the job's description did not come",
                 )
 
-    def submit(self, step: int, handed_in: HandedInStep) -> None:
+    def submit(self, handed_in: HandedInStep) -> None:
         """Hands in a coming step's manifest; the listener receives what becomes of it."""
-        self._outbox.put(
-            f"the manifest of step {step}", lambda contact: self._submit(contact, step, handed_in)
-        )
+        self._outbox.put("a manifest", lambda contact: self._submit(contact, handed_in))
+
+    def tell(self, joining: jobs_pb2.Joining) -> None:
+        """Says that a forward has begun, and where the rank's round is."""
+        handed_in = HandedInStep(joining=joining)
+        self._outbox.put("a round", lambda contact: contact.submit(handed_in))
 
     def report(self, step: int, measurement: StepNews) -> None:
         """Sends what the rank or its in-place server measured in a step, that the rank gave it up,
@@ -231,8 +234,8 @@ class ControlLink:
         address = Address(*split_address("data_address", located.data_address))
         return located.server_id, address
 
-    def who_is_late(self, step: int) -> str:
-        """The reason why a step has no plan yet, in words."""
+    def who_is_late(self, step: int | None) -> str:
+        """The reason why a step has no plan yet, in words; None: the one that is open."""
         try:
             job = self._lifeline.present().describe_job()
         except rpc.RpcError as error:
@@ -242,7 +245,7 @@ class ControlLink:
         if absent:
             return f"ranks {absent} have not joined the job"
         for pending in job.pending_steps:
-            if pending.step == step:
+            if step in (pending.step, None):
                 return f"ranks {list(pending.missing_ranks)} have not submitted their manifests"
         return "all manifests are there, so planning itself is slow: see the control plane's log"
 
@@ -325,23 +328,23 @@ class ControlLink:
         request.CopyFrom(self._request)
         request.resume.job_id, request.resume.epoch = self.job_id, self._present.epoch
         self.token = contact.join(request)
-        for step, handed_in in self._present.manifests():
-            self._submit(contact, step, handed_in)
+        for handed_in in self._present.manifests():
+            self._submit(contact, handed_in)
 
     @property
     def _present(self) -> RankListener:
         assert self._listener is not None
         return self._listener
 
-    def _submit(self, contact: RankContact, step: int, handed_in: HandedInStep) -> None:
+    def _submit(self, contact: RankContact, handed_in: HandedInStep) -> None:
         try:
             contact.submit(handed_in)
         except rpc.RpcError as error:
             if contact.is_lost_by(error):
                 raise
-            self._present.manifest_refused(step, f"the manifest was refused: {error}")
+            self._present.manifest_refused(handed_in, f"the manifest was refused: {error}")
         else:
-            self._present.manifest_taken(step)
+            self._present.manifest_taken(handed_in)
 
     def _leave(self, contact: RankContact, error: str) -> None:
         self._lifeline.expects_end = True
@@ -358,7 +361,8 @@ class ControlLink:
             case "step_planned":
                 listener.planned(_planned_from_proto(event.step_planned))
             case "step_failed":
-                listener.failed(event.step_failed.step, event.step_failed.error)
+                failed = event.step_failed
+                listener.failed(failed.step, failed.error, failed.sequence)
             case "recover":
                 recover = event.recover
                 listener.recover(recover.epoch, recover.lost_server_ids, recover.reason)
@@ -381,4 +385,4 @@ class ControlLink:
 def _planned_from_proto(message: jobs_pb2.StepPlanned) -> PlannedStep:
     plan = plan_from_proto(message.plan)
     first_tick = first_tick_from_bytes(message.first_tick, plan.manifest.n_documents)
-    return PlannedStep(plan, message.forward_only, first_tick)
+    return PlannedStep(plan, message.forward_only, first_tick, message.sequence)

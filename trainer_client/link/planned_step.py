@@ -8,10 +8,28 @@ import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.plan import Plan
+from core_attention.step_lane import placed
+from distca.contract.codec import rank_manifest_from_proto, rank_manifest_to_proto
 from distca.v1 import jobs_pb2
 
 HandedInStep = jobs_pb2.SubmitManifestRequest
 """A manifest that the control plane may ask for again; without job and lease."""
+
+
+def sequence_of(handed_in: HandedInStep) -> int:
+    """Which of the rank's hand-ins it is, if it has no number so far; else 0."""
+    return 0 if handed_in.joining.numbered else handed_in.joining.sequence
+
+
+def numbered(handed_in: HandedInStep, step: int) -> HandedInStep:
+    """The same, now that its step has a number."""
+    manifest, turns = rank_manifest_from_proto(handed_in.manifest), handed_in.joining.turns
+    result = HandedInStep(
+        manifest=rank_manifest_to_proto(placed(manifest, step, turns)),
+        forward_only=handed_in.forward_only,
+    )
+    result.joining.sequence, result.joining.numbered = handed_in.joining.sequence, True
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +41,13 @@ class PlannedStep:
         forward_only: the step has no backward pass.
         first_tick: ``[n_documents]`` of the slice: the first tick of the document's lane that runs
             under this plan; earlier ones are complete on every rank with rows of the document.
+        sequence: which of the rank's hand-ins it is, if it was one without a number; else 0.
     """
 
     plan: Plan
     forward_only: bool
     first_tick: Int64Array
+    sequence: int = 0
 
     def first_ticks(self, rank: int, n_nano_batches: int) -> tuple[int, ...]:
         """The first tick, by nano-batch, of its lane in which rows of ``rank`` are exchanged;

@@ -33,7 +33,9 @@ class _Step(Generic[Manifest, Plan, Cause]):
     """A step, as far as a rank knows it.
 
     Attributes:
-        manifest: that was handed in; None once the step was refused.
+        manifest: that was handed in; None once the step was refused, or if the rank has not joined
+            it.
+        sequence: which hand-in it was, if it was handed in without a number; else 0.
         is_taken: the control plane has it.
         refusal: why it gets no plan, until that was read; empty if nothing speaks against it.
         outline: of its plan that counts; None if there is none.
@@ -41,6 +43,7 @@ class _Step(Generic[Manifest, Plan, Cause]):
     """
 
     manifest: Manifest | None = None
+    sequence: int = 0
     is_taken: bool = False
     refusal: str = ""
     outline: PlanOutline[Plan] | None = None
@@ -79,19 +82,25 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         self._recovery_timeout_seconds = recovery_timeout_seconds
         self._kept_forward_ticks = kept_forward_ticks
         self._steps: dict[int, _Step[Manifest, Plan, Cause]] = {}
+        # By sequence: handed in, without a number so far.
+        self._joining: dict[int, _Step[Manifest, Plan, Cause]] = {}
         self._finished = -1
         # The answer to the recovery of this epoch; None until there is one.
         self._answer: ReportProgress | None = None
 
     @property
-    def manifests(self) -> list[tuple[int, Manifest]]:
+    def manifests(self) -> list[Manifest]:
         """The manifests of unfinished steps, in order, which the control plane may have to get
-        again."""
-        return [
-            (number, step.manifest)
-            for number, step in sorted(self._steps.items())
-            if step.manifest is not None
-        ]
+        again; of those without a number the last."""
+        numbered = [step for _, step in sorted(self._steps.items())]
+        joining = [step for _, step in sorted(self._joining.items())]
+        steps = [*numbered, *joining[-1:]]
+        return [step.manifest for step in steps if step.manifest is not None]
+
+    @property
+    def first_unknown(self) -> int:
+        """The number after all steps that the rank knows of, its own and others'."""
+        return max([self.next_step - 1, self._finished, *self._steps]) + 1
 
     def is_known(self, step: int) -> bool:
         """Return whether ``step`` was handed in, and neither finished nor its refusal read."""
@@ -102,6 +111,22 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         """Return whether the control plane has the manifest of ``step``."""
         known = self._steps.get(step)
         return known is not None and known.is_taken
+
+    def hand_in_taken(self, sequence: int) -> bool:
+        """Return whether the control plane has the hand-in ``sequence``, without a number."""
+        return sequence in self._joining and self._joining[sequence].is_taken
+
+    def number_of(self, sequence: int) -> int | None:
+        """The number of a hand-in; None if it has none yet."""
+        return next((n for n, step in self._steps.items() if step.sequence == sequence), None)
+
+    def void_before(self, sequence: int) -> list[int]:
+        """The steps of hand-ins before ``sequence`` that were not begun, in order."""
+        return [
+            number
+            for number, step in sorted(self._steps.items())
+            if 0 < step.sequence < sequence and step.manifest is not None and step.running is None
+        ]
 
     def is_finished(self, step: int) -> bool:
         """Return whether every rank has finished ``step`` and those before."""
@@ -146,6 +171,43 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         step = self._known(number)
         step.manifest, step.is_taken, step.refusal = manifest, False, ""
 
+    def join(self, sequence: int, manifest: Manifest) -> None:
+        """The training loop has handed in a step without a number."""
+        self._joining[sequence] = _Step(manifest)
+
+    def begins(self, sequence: int, manifest: Manifest) -> None:
+        """The forward of a hand-in without a number begins, which its manifest says from now on."""
+        if sequence in self._joining:
+            self._joining[sequence].manifest = manifest
+
+    def joining(self, sequence: int) -> Manifest | None:
+        """The manifest of a hand-in without a number; None if it has one, or is void."""
+        step = self._joining.get(sequence)
+        return None if step is None else step.manifest
+
+    def numbered(self, sequence: int, number: int, manifest: Manifest) -> None:
+        """A hand-in has got a number, and ``manifest`` with it. Those before that have none were
+        void when this one came."""
+        self._joining = {other: step for other, step in self._joining.items() if other > sequence}
+        step = self._known(number)
+        step.manifest, step.sequence, step.is_taken = manifest, sequence, True
+
+    def take_hand_in(self, sequence: int) -> None:
+        """The control plane has a hand-in."""
+        if sequence in self._joining:
+            self._joining[sequence].is_taken = True
+
+    def refuse_hand_in(self, sequence: int, why: str) -> Instructions[Plan, Cause]:
+        """A hand-in gets no plan."""
+        if sequence in self._joining:
+            self._joining[sequence] = _Step(refusal=why)
+        return []
+
+    def take_refused_hand_in(self, sequence: int) -> str:
+        """The reason why a hand-in gets no plan; empty if nothing speaks against it."""
+        step = self._joining.get(sequence)
+        return "" if step is None else step.refusal
+
     def manifest_taken(self, step: int) -> None:
         """The control plane has the manifest of a step."""
         if step in self._steps:
@@ -181,7 +243,9 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         left_out = [
             other
             for other, step in sorted(self._steps.items())
-            if self.next_step <= other < number and step.running is None
+            if self.next_step <= other < number
+            and step.manifest is not None
+            and step.running is None
         ]
         self.next_step = number
         lanes = [
@@ -270,7 +334,9 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             return []
         step = self._known(outline.step)
         step.outline = outline
-        return [DeriveAhead(outline.plan)] if step.running is None else self._connect(step)
+        if step.running is not None:
+            return self._connect(step)
+        return [DeriveAhead(outline.plan)] if step.manifest is not None else []
 
     def _counts(self, outline: PlanOutline[Plan]) -> bool:
         """Return whether a plan that came is neither void nor as old as the one that is there."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeAlias
+from typing import NoReturn, ParamSpec, TypeAlias
 
 import torch
 
@@ -33,7 +33,12 @@ from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
 from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.link.control_link import ControlLink
-from trainer_client.link.planned_step import HandedInStep, PlannedStep
+from trainer_client.link.planned_step import (
+    HandedInStep,
+    PlannedStep,
+    numbered,
+    sequence_of,
+)
 from trainer_client.machine.instructions import (
     AbandonOwnServer,
     CloseConnections,
@@ -134,6 +139,7 @@ class RankSteps:
         self.lock = threading.Condition()
         self._job: JobDescription | None = None
         self._exchanger: Exchanger | None = None
+        self._n_joined = 0
         self._running: dict[int, RunningStep] = {}
         self._routes: dict[int, Routes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
@@ -148,35 +154,94 @@ class RankSteps:
         )
         with self.lock:
             self._machine.hand_in(manifest.step, handed_in)
-        self._link.submit(manifest.step, handed_in)
+        self._link.submit(handed_in)
+
+    def join(self, manifest: RankManifest, joining: jobs_pb2.Joining, *, forward_only: bool) -> int:
+        """Hands in a coming step that has no number; returns which hand-in it is. One before it
+        that has no number either is void."""
+        self._link.check()
+        handed_in = HandedInStep(
+            manifest=rank_manifest_to_proto(manifest), forward_only=forward_only, joining=joining
+        )
+        with self.lock:
+            self._n_joined += 1
+            handed_in.joining.sequence = sequence = self._n_joined
+            handed_in.joining.first_step = self._machine.first_unknown
+            self._machine.join(sequence, handed_in)
+        self._link.submit(handed_in)
+        return sequence
+
+    def tell(self, joining: jobs_pb2.Joining) -> None:
+        """Says that the forward of a hand-in has begun, and where the rank's round is."""
+        self._link.check()
+        with self.lock:
+            handed_in = self._machine.joining(joining.sequence)
+            if handed_in is not None:
+                begun = HandedInStep()
+                begun.CopyFrom(handed_in)
+                begun.joining.MergeFrom(joining)
+                self._machine.begins(joining.sequence, begun)
+        self._link.tell(joining)
 
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
         """The plan of ``step``.
 
         Time in which the control plane is away does not count."""
-        remaining_seconds = timeout_seconds
         self._link.check()
+        if not self._machine.is_known(step):
+            raise PlanNotReady(f"step {step}: submit its manifest before running it")
+        planned = self._wait_for(lambda: self._plan_of(step), timeout_seconds)
+        return planned or self._not_ready(step, self._machine.is_taken(step), timeout_seconds)
+
+    def wait_joined(self, sequence: int, timeout_seconds: float) -> PlannedStep:
+        """The plan of a hand-in without a number; as :meth:`wait_plan`."""
+
+        def plan() -> PlannedStep | None:
+            step = self._machine.number_of(sequence)
+            if step is not None:
+                return self._plan_of(step)
+            if refusal := self._machine.take_refused_hand_in(sequence):
+                raise PlanNotReady(refusal)
+            return None
+
+        planned = self._wait_for(plan, timeout_seconds)
+        taken = self._machine.hand_in_taken(sequence)
+        return planned or self._not_ready(None, taken, timeout_seconds)
+
+    def void_before(self, sequence: int) -> list[PlannedStep]:
+        """The plans of hand-ins before ``sequence`` that were not begun, in order."""
         with self.lock:
-            if not self._machine.is_known(step):
-                raise PlanNotReady(f"step {step}: submit its manifest before running it")
+            outlines = map(self._machine.outline_of, self._machine.void_before(sequence))
+            return [outline.plan for outline in outlines if outline is not None]
+
+    def _plan_of(self, step: int) -> PlannedStep | None:
+        if refusal := self._machine.take_refusal(step):
+            raise PlanNotReady(f"step {step}: {refusal}")
+        outline = self._machine.outline_of(step)
+        return None if outline is None else outline.plan
+
+    def _wait_for(
+        self, look: Callable[[], PlannedStep | None], timeout_seconds: float
+    ) -> PlannedStep | None:
+        remaining_seconds = timeout_seconds
+        with self.lock:
             while remaining_seconds > 0:
                 self._link.check()
-                refusal = self._machine.take_refusal(step)
-                if refusal:
-                    raise PlanNotReady(f"step {step}: {refusal}")
-                outline = self._machine.outline_of(step)
-                if outline is not None:
-                    return outline.plan
+                if (planned := look()) is not None:
+                    return planned
                 present, began = self._link.connected, time.monotonic()
                 self.lock.wait(min(0.5, remaining_seconds))
                 if present:
                     remaining_seconds -= time.monotonic() - began
-            self._link.check()
-            taken = self._machine.is_taken(step)
+        self._link.check()
+        return None
+
+    def _not_ready(self, step: int | None, taken: bool, timeout_seconds: float) -> NoReturn:
+        which = "the open step" if step is None else f"step {step}"
         if not taken:
-            raise PlanNotReady(f"step {step}: the manifest was not taken in {timeout_seconds:g} s")
+            raise PlanNotReady(f"{which}: the manifest was not taken in {timeout_seconds:g} s")
         raise PlanNotReady(
-            f"step {step}: no plan in {timeout_seconds:g} s; {self._link.who_is_late(step)}"
+            f"{which}: no plan in {timeout_seconds:g} s; {self._link.who_is_late(step)}"
         )
 
     def begin(self, planned: PlannedStep) -> RunningStep:
@@ -311,7 +376,13 @@ class RankSteps:
             running = self._machine.running(step)
             return step, [] if running is None else [lane.begun_ticks for lane in running.lanes]
 
-    def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
+    @property
+    def first_unknown(self) -> int:
+        """The number after all steps that this rank knows of, its own and others'."""
+        with self.lock:
+            return self._machine.first_unknown
+
+    def manifests(self) -> Sequence[HandedInStep]:
         """The manifests of unfinished steps, in order."""
         with self.lock:
             return self._machine.manifests
@@ -331,24 +402,38 @@ class RankSteps:
         )
         self._in_place.open_job(self._job)
 
-    def manifest_taken(self, step: int) -> None:
-        """The control plane has the manifest of ``step``."""
+    def manifest_taken(self, handed_in: HandedInStep) -> None:
+        """The control plane has a manifest."""
         with self.lock:
-            self._machine.manifest_taken(step)
+            if sequence := sequence_of(handed_in):
+                self._machine.take_hand_in(sequence)
+            else:
+                self._machine.manifest_taken(handed_in.manifest.step)
 
-    def manifest_refused(self, step: int, why: str) -> None:
-        """The control plane does not take the manifest of ``step``."""
-        self._post(self._machine.refuse, step, why)
+    def manifest_refused(self, handed_in: HandedInStep, why: str) -> None:
+        """The control plane does not take a manifest."""
+        if sequence := sequence_of(handed_in):
+            self._post(self._machine.refuse_hand_in, sequence, why)
+        else:
+            self._post(self._machine.refuse, handed_in.manifest.step, why)
 
     def planned(self, planned: PlannedStep) -> None:
         """A plan has come, for a step to come or for one that is under way."""
         plan = planned.plan
+        self._number(planned.sequence, plan.step)
         first_ticks = planned.first_ticks(self._options.rank, self._options.n_nano_batches)
         outline = PlanOutline(plan.step, plan.epoch, planned, first_ticks)
         self._post(self._machine.plan_came, outline, time.monotonic())
 
-    def failed(self, step: int, why: str) -> None:
+    def _number(self, sequence: int, step: int) -> None:
+        with self.lock:
+            handed_in = self._machine.joining(sequence)
+            if handed_in is not None:
+                self._machine.numbered(sequence, step, numbered(handed_in, step))
+
+    def failed(self, step: int, why: str, sequence: int) -> None:
         """A step gets no plan any more."""
+        self._number(sequence, step)
         self._post(self._machine.step_failed, step, why)
 
     def recover(self, epoch: int, lost: Sequence[str], why: str) -> None:

@@ -13,7 +13,9 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -185,6 +187,146 @@ def accumulation(run: Run) -> None:
 
 
 @loop
+def uneven_accumulation(run: Run) -> None:
+    """Two and three forwards before DDP reduces gradients, and one and four."""
+    wrapped = DistributedDataParallel(run.model)
+    for few, many in ((2, 3), (2, 3), (1, 4)):
+        n = many if (run.rank + few) % 2 else few
+        for _ in range(n - 1):
+            with wrapped.no_sync():
+                run.step(model=wrapped)
+        run.step(model=wrapped)
+        run.compare(is_mean=True)
+
+
+@loop
+def uneven_pairs(run: Run) -> None:
+    """Two forwards before each backward, as of preferences; one pair and two."""
+    wrapped = DistributedDataParallel(run.model)
+    for turn in range(3):
+        n = 1 + (run.rank + turn) % 2
+        for pair in range(n):
+            documents = run.draw(), run.draw()
+            with wrapped.no_sync() if pair < n - 1 else nullcontext():
+                losses = [run.loss(each, model=wrapped) for each in documents]
+                (losses[0] * losses[1]).backward()
+            (run.local_loss(documents[0]) * run.local_loss(documents[1])).backward()
+        run.compare(is_mean=True)
+
+
+@loop
+def own_all_reduce(run: Run) -> None:
+    """Nobody knows which forward is the last: extra ones go alone after a while."""
+    for turn in range(3):
+        for _ in range(1 + (run.rank + turn) % 3):
+            run.step()
+        for parameter in run.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        run.compare(is_mean=True)
+
+
+@loop
+def late_rank(run: Run) -> None:
+    """One rank comes late each time, with two steps open; others go on without it."""
+    for _ in range(5):
+        documents = run.draw(), run.draw()
+        losses = []
+        for each in documents:
+            if run.rank == 1:
+                time.sleep(0.2)
+            losses.append(run.loss(each))
+        for loss, each in zip(losses, documents, strict=True):
+            loss.backward()
+            run.local_loss(each).backward()
+        run.compare()
+
+
+@loop
+def without_rows(run: Run) -> None:
+    """Ranks without a token in some forwards, and in all of a round."""
+    wrapped = DistributedDataParallel(run.model)
+    nothing = {name: torch.zeros(1, 0, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    for turn in range(4):
+        for forward in range(2):
+            with wrapped.no_sync() if forward == 0 else nullcontext():
+                if run.rank == turn % 2 and (forward == 1 or turn > 1):
+                    logits = wrapped(**nothing).logits
+                    assert logits.shape[1] == 0
+                    logits.sum().backward()
+                    nothing_of(run.local).backward()
+                else:
+                    run.step(model=wrapped)
+        run.compare(is_mean=True)
+
+
+def nothing_of(model: nn.Module) -> torch.Tensor:
+    return sum((0 * each.sum() for each in model.parameters()), torch.zeros(()))
+
+
+@loop
+def hinted(run: Run) -> None:
+    """Batches in one buffer; some are left out on one rank, used twice or run in another order; an
+    evaluation between; the last round has more of them on one rank."""
+    is_spread = dist.is_initialized()
+    wrapped = DistributedDataParallel(run.model) if is_spread else run.model
+    batches = [run.draw() for _ in range(9 + run.rank % 2)]
+    buffer = torch.zeros(4, 40, dtype=torch.int64)
+
+    def loader() -> Iterator[tuple[Documents, torch.Tensor]]:
+        for documents in batches:
+            for row, document in zip(buffer, documents, strict=True):
+                row[: len(document)] = document
+            yield documents, buffer
+
+    def train(documents: Documents, rows: torch.Tensor, *, is_last: bool) -> None:
+        given = [row[: len(each)].clone() for row, each in zip(rows, documents, strict=True)]
+        with nullcontext() if is_last or not is_spread else wrapped.no_sync():
+            run.loss(given, model=wrapped).backward()
+        run.local_loss(documents).backward()
+
+    fetched = distca.ahead(loader(), lengths=lambda batch: [len(each) for each in batch[0]])
+    for number, (documents, rows) in enumerate(fetched):
+        if number == 3 and run.rank == 0:
+            continue
+        if number == 4:
+            with torch.no_grad():
+                run.loss(documents, model=wrapped)
+            train(batches[0], buffer_of(batches[0]), is_last=False)
+        if number == 6:
+            train(documents, rows, is_last=False)
+        is_last = number % 2 == 1 and number != 7 if number < 8 else number == len(batches) - 1
+        if number == 3:
+            is_last = False
+        train(documents, rows, is_last=is_last)
+        if is_last:
+            run.compare(is_mean=is_spread)
+
+
+def buffer_of(documents: Documents) -> torch.Tensor:
+    rows = torch.zeros(4, 40, dtype=torch.int64)
+    for row, document in zip(rows, documents, strict=True):
+        row[: len(document)] = document
+    return rows
+
+
+@loop
+def hinted_rows(run: Run) -> None:
+    """Batches whose documents are read from their tensors, fetched several at a time."""
+    batches = [run.draw() for _ in range(6)]
+    fetched = distca.ahead(batch_of(each, "both") for each in batches)
+    for begin in (0, 3):
+        taken = [next(fetched) for _ in range(3)]
+        order = (0, 1, 2) if begin else (0, 2, 1)
+        for index in order:
+            documents = batches[begin + index]
+            logits = run.model(**taken[index]).logits
+            sum(map(loss_of, rows_of(logits, documents, "both")), torch.zeros(())).backward()
+            run.local_loss(documents).backward()
+            run.compare()
+
+
+@loop
 def one_backward_of_two(run: Run) -> None:
     documents = run.draw(), run.draw()
     (run.loss(documents[0]) * run.loss(documents[1])).backward()
@@ -215,17 +357,26 @@ def dropped(run: Run) -> None:
         run.loss(run.draw())
     run.step()
     run.compare()
-    kept = run.loss(run.draw())
+    documents = run.draw()
+    kept = run.loss(documents)
     for _ in range(5):
         run.step()
         run.compare()
+    kept.backward()
+    run.local_loss(documents).backward()
+    run.compare()
+    kept = run.loss(run.draw())
+    later = [run.draw() for _ in range(4)]
+    losses = [run.loss(each) for each in later]
     try:
         kept.backward()
     except RuntimeError:
         run.model.zero_grad()
     else:
         raise AssertionError("a step that was given up went on")
-    run.step()
+    for loss, each in zip(losses, later, strict=True):
+        loss.backward()
+        run.local_loss(each).backward()
     run.compare()
 
 
@@ -368,11 +519,11 @@ def own_model(run: Run) -> None:
 
 @loop
 def lost_node(run: Run) -> None:
-    """A node is killed while two steps are open."""
+    """A node is killed while two steps are open, and three on another rank."""
     if not NODES:
         return
     run.step()
-    documents = run.draw(), run.draw()
+    documents = [run.draw() for _ in range(2 + run.rank)]
     losses = [run.loss(each) for each in documents]
     dist.barrier()
     if run.rank == 0:

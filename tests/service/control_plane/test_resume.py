@@ -11,8 +11,11 @@ import numpy as np
 
 from control_plane.access.job_keys import MIN_SECRET_BYTES
 from control_plane.leadership.epochs import GENERATION_BITS
+from core_attention.manifest import RankManifest
+from core_attention.step_lane import placed
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
+from distca.contract.codec import rank_manifest_to_proto
 from distca.v1 import jobs_pb2
 from tests.support.errors import fails
 from tests.support.service_harness import (
@@ -77,6 +80,22 @@ class Rank:
     def submit(self, client: Client, step: int) -> None:
         client.submit(self.job_id, self.lease, rank_manifest(step, self.rank))
 
+    def join(self, client: Client, sequence: int, step: int | None = None, **fields: Any) -> None:
+        """Joins the open step, or comes back with a step that has a number."""
+        manifest = RankManifest.from_lengths(0, self.rank, [[30 + self.rank], []])
+        if step is not None:
+            manifest = placed(manifest, step, 1)
+        client.jobs.SubmitManifest(
+            jobs_pb2.SubmitManifestRequest(
+                job_id=self.job_id,
+                rank_lease_id=self.lease,
+                manifest=rank_manifest_to_proto(manifest),
+                joining=jobs_pb2.Joining(
+                    sequence=sequence, awaited=True, numbered=step is not None, **fields
+                ),
+            )
+        )
+
     def _metadata(self) -> list[tuple[str, bytes]]:
         return [("distca-job-token-bin", self.token)] if self.token else []
 
@@ -125,6 +144,49 @@ def test_job_goes_on_under_a_control_plane_that_has_started_again(tmp_path: Path
             assert np.frombuffer(planned.first_tick, "<i4").tolist() == expected
             planned = watcher.next("step_planned")
             assert (planned.plan.manifest.step, planned.first_tick) == (5, b"")
+
+
+def test_steps_that_ranks_join_keep_their_numbers_under_another_control_plane(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 makes one forward more, and its hand-in after that is under way when the control plane
+    ends; rank 1 has not heard of its last plan."""
+    with started(tmp_path) as (_, client):
+        client.register("s0")
+        ranks = open_pair(client)
+        watchers = [rank.watch(client) for rank in ranks]
+        for rank in ranks:
+            rank.join(client, 1)
+            rank.join(client, 1)
+        ranks[0].join(client, 2)
+        for sequence in (1, 2):
+            planned = watchers[0].next("step_planned")
+            assert (planned.plan.manifest.step, planned.sequence) == (sequence - 1, sequence)
+        ranks[0].epoch = planned.plan.epoch
+        planned = [watchers[1].next("step_planned") for _ in range(2)]
+        assert [each.sequence for each in planned] == [1, 0]
+        for rank in ranks:
+            client.report_rank(rank.job_id, rank.lease, 0, rank.rank)
+        for watcher in watchers:
+            assert watcher.next("step_finished").step == 0
+
+    with started(tmp_path) as (_, client):
+        client.register("s0")
+        for rank in ranks:
+            rank.open(client)
+        ranks[0].join(client, 2, step=1)
+        ranks[0].join(client, 3, first_step=2)
+        ranks[1].join(client, 2, first_step=2)
+        watchers = [rank.watch(client) for rank in ranks]
+        (epoch,) = {watcher.next("recover").epoch for watcher in watchers}
+        client.report_progress(ranks[0].job_id, ranks[0].lease, epoch, {1: [0, 3]})
+        client.report_progress(ranks[1].job_id, ranks[1].lease, epoch, {})
+        for watcher in watchers:
+            assert watcher.next("step_finished").step == 0
+        for step, sequences in ((1, (0, 0)), (2, (3, 2))):
+            for watcher, sequence in zip(watchers, sequences, strict=True):
+                planned = watcher.next("step_planned")
+                assert (planned.plan.manifest.step, planned.sequence) == (step, sequence)
 
 
 def test_nothing_is_planned_before_all_ranks_are_back(tmp_path: Path) -> None:

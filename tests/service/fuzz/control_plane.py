@@ -25,6 +25,7 @@ from control_plane.metrics.metrics import Metrics
 from control_plane.service.refusals import Refusals
 from control_plane.service.service import JobsService, MembershipService
 from control_plane.settings import CoordinatorSettings
+from core_attention.manifest import RankManifest
 from distca.contract.codec import plan_from_proto, rank_manifest_to_proto
 from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.process.monitoring import process_registry
@@ -355,6 +356,17 @@ def template(method: str, served: Members, rng: random.Random) -> Any:
         case "SubmitManifest":
             manifest = rank_manifest(rng.randrange(6), rng.randrange(2))
             request.manifest.CopyFrom(rank_manifest_to_proto(manifest))
+            if rng.random() < 0.5:
+                lengths = [[9, 5], [3] * rng.randrange(2)]
+                whole = RankManifest.from_lengths(rng.randrange(6), rng.randrange(2), lengths)
+                request.manifest.CopyFrom(rank_manifest_to_proto(whole))
+                request.joining.sequence = rng.choice((0, 1, 2, 2**63))
+                request.joining.awaited = rng.random() < 0.5
+                request.joining.numbered = rng.random() < 0.3
+                request.joining.first_step = rng.choice((0, 3, 2**61, 2**63))
+                request.joining.open_places.extend(range(rng.randrange(3)))
+                if rng.random() < 0.5:
+                    request.joining.round = rng.choice((0, 1, 2**63))
         case "ReportStep" if rng.random() < 0.5:
             request.server.server_id = "server-1"
             request.server.forward_busy_seconds.extend((1.0, 2.0))

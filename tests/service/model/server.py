@@ -29,6 +29,14 @@ class GiveUp(NamedTuple):
     tick: TickMachine
 
 
+class Leave(NamedTuple):
+    """An open tick with which the executor is to go on without a rank."""
+
+    step: Hashable
+    tick: TickMachine
+    rank: int
+
+
 class Soon(NamedTuple):
     """A method of the machine that the executor is to call."""
 
@@ -86,7 +94,7 @@ class ModelServer:
         self.connected: set[Peer] = set()
         self.posted: dict[tuple[Peer, Tick], Hashable] = {}
         self.ready: list[Part] = []
-        self.soon: list[Soon | GiveUp] = []
+        self.soon: list[Soon | GiveUp | Leave] = []
         self.gone: set[Gone] = set()
         self.replies: list[Reply] = []
         self.sources: dict[TickMachine, tuple[Hashable, dict[int, Peer | None]]] = {}
@@ -103,6 +111,8 @@ class ModelServer:
                     self.close(peer)
                 case instructions.GiveUpTick(step, tick):
                     self.soon.append(GiveUp(step, tick))
+                case instructions.LeaveTick(step, tick, rank):
+                    self.soon.append(Leave(step, tick, rank))
                 case instructions.RetrySoon():
                     self.soon.append(Soon("retry"))
 
@@ -186,6 +196,10 @@ class ModelServer:
         item = self.soon.pop(0)
         if isinstance(item, GiveUp):
             self._give_up(item.step, item.tick)
+        elif isinstance(item, Leave):
+            if not item.tick.closed:
+                item.tick.leave({item.rank})
+                self._reply(item.step, item.tick, item.tick.last_replies())
         else:
             self.carry_out(getattr(self.machine, item.method)(*item.arguments))
 

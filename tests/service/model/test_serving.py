@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[Serving, Break]] = {
     ),
     "a lane that has ended is waited for": (
         FROZEN,
-        breaking(ServedTicks, "end_lane", lambda *_: ([], [])),
+        breaking(ServedTicks, "end_lane", lambda *_: ([], [], [])),
     ),
 }
 

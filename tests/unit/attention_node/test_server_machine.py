@@ -136,6 +136,42 @@ def test_a_lane_that_a_rank_has_skipped_is_over_though_the_rank_has_left() -> No
     assert machine.idle
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_tick_goes_on_without_a_rank_that_shares_no_document(*, is_open: bool) -> None:
+    machine, alone = machine_with("a", "b"), "step 0, epoch 0"
+    apart = TickOutline(
+        needs=(frozenset({0}), frozenset({1})),
+        before_reply={0: frozenset({0}), 1: frozenset({1})},
+        owed=frozenset({0, 1}),
+        message_bytes={0: TICK_BYTES // 2, 1: TICK_BYTES // 2},
+    )
+    ticks = dict.fromkeys(ticks_of_lane(0, 0, 2, backward=False), apart)
+    machine.wants_plan("job", 0, 0)
+    machine.step_planned("job", alone, StepOutline(0, 0, 2, {0: ticks}))
+    opened = machine.rows_arrived("job", "b", alone, first_tick()) if is_open else ""
+    due = machine.lane_skipped("job", "a", 0, alone, first_tick())
+    if not is_open:
+        opened = machine.rows_arrived("job", "b", alone, first_tick())
+    assert not isinstance(opened, str)
+    tick = opened[1]
+    assert due == ([instructions.LeaveTick(alone, tick, 0)] if is_open else [])
+    tick.leave({0})
+    assert tick.arrive(1) == [1]
+    assert tick.part_done(1) == [1]
+    tick.replied(1)
+    assert tick.is_complete
+
+
+def test_a_tick_is_given_up_if_it_shares_documents_with_a_rank_that_skips_it() -> None:
+    machine = machine_with("a", "b")
+    add(machine, 0)
+    opened = machine.rows_arrived("job", "b", "step 0, epoch 0", first_tick())
+    assert not isinstance(opened, str)
+    (due,) = machine.lane_skipped("job", "a", 0, "step 0, epoch 0", first_tick())
+    assert isinstance(due, instructions.GiveUpTick)
+    assert due.tick is opened[1]
+
+
 @pytest.mark.parametrize("was_reset", [True, False])
 def test_only_a_reset_of_the_last_connection_loses_a_rank(was_reset: bool) -> None:
     machine = machine_with("a", "b")

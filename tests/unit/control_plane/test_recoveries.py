@@ -45,6 +45,7 @@ class Case:
             self.metrics,
             clock=self.now,
             plan=self.plan,
+            go_on=Mock(),
             close=lambda _job, why: self.closed.append(why),
         )
         self.job: Any = Mock(

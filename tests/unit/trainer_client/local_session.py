@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
+from core_attention.step_lane import place_of, placed
 from core_attention.tick import Tick
+from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.hooks.input_versions import Unwritten
@@ -36,7 +39,7 @@ class LocalSession:
 
     def __init__(self, options: SessionOptions) -> None:
         self.options = options
-        self.next_step = 0
+        self.next_step = self._first_free = 0
         self.reported: list[int] = []
         self.skips: list[EndLane] = []
         self.nano_batches: set[int] = set()
@@ -60,11 +63,33 @@ class LocalSession:
     def open(cls, options: SessionOptions) -> LocalSession:
         return cls(options)
 
-    def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
-        self._manifests[manifest.step] = manifest
-        self._forward_only[manifest.step] = forward_only
-        self._machine.hand_in(manifest.step, manifest)
-        self.next_step = manifest.step + 1
+    def join(self, manifest: RankManifest, joining: jobs_pb2.Joining, *, forward_only: bool) -> int:
+        """The number follows at once where nobody else joins."""
+        step = next(
+            step
+            for step in count(self._first_free)
+            if place_of(step, self.options.n_nano_batches, joining.turns) not in joining.open_places
+        )
+        self._first_free = step + 1
+        manifest = placed(manifest, step, joining.turns)
+        self._manifests[step] = manifest
+        self._forward_only[step] = forward_only
+        self._machine.join(step + 1, manifest)
+        self._machine.numbered(step + 1, step, manifest)
+        return step + 1
+
+    def tell(self, joining: jobs_pb2.Joining) -> None:
+        """Nobody else needs to know."""
+
+    def begin_joined(self, sequence: int) -> RunningStep:
+        self.skip_before(sequence)
+        return self.begin(sequence - 1)
+
+    def skip_before(self, sequence: int) -> None:
+        for step in self._machine.void_before(sequence):
+            running = self.begin(step)
+            self.stop(running)
+            self.end(running)
 
     def begin(self, step: int) -> RunningStep:
         manifest = Manifest.merge([self._manifests[step]], 1)
@@ -83,6 +108,7 @@ class LocalSession:
         self._machine.plan_came(outline, 0.0)
         self._machine.own_server_planned(outline)
         outlines, forward_only = running.lane_outlines, running.forward_only
+        self.next_step = step + 1
         self._machine.begin_step(step, outlines, forward_only=forward_only, now=0.0)
         self._machine.connected(step, 1, 0.0)
         machine = self._machine.running(step)

@@ -142,14 +142,45 @@ def test_a_refused_step_is_refused_once_and_may_be_handed_in_again() -> None:
     assert not rank.machine.is_known(3)
     rank.hand_in(3)
     assert rank.machine.is_known(3)
-    assert rank.machine.manifests == [(3, "manifest 3")]
+    assert rank.machine.manifests == ["manifest 3"]
+
+
+def test_a_hand_in_gets_its_number_and_those_before_it_are_void() -> None:
+    rank = Rank()
+    for sequence in (1, 2, 3):
+        rank.machine.join(sequence, f"hand-in {sequence}")
+    assert rank.machine.manifests == ["hand-in 3"]
+    rank.machine.begins(3, "begun")
+    assert rank.machine.manifests == ["begun"]
+    rank.machine.numbered(2, 5, "manifest 5")
+    assert rank.machine.number_of(1) is None
+    assert rank.machine.number_of(2) == 5
+    assert rank.machine.joining(1) is None
+    assert rank.machine.manifests == ["manifest 5", "begun"]
+    assert rank.machine.void_before(3) == [5]
+    assert rank.machine.first_unknown == 6
+    rank.machine.refuse_hand_in(3, "too many")
+    assert rank.machine.take_refused_hand_in(3) == "too many"
+    assert rank.machine.manifests == ["manifest 5"]
+
+
+def test_plans_that_a_rank_does_not_run_are_its_servers_alone() -> None:
+    """Connections stay when it goes on with a later step."""
+    rank = running_rank()
+    rank.run_all(0, 1)
+    assert of_type(rank.machine.plan_came(plan_of(1, 1), 0.0), instructions.PlanOwnServer)
+    assert rank.machine.own_server_planned(plan_of(1, 1)) == []
+    rank.hand_in(2)
+    done = rank.begin(2)
+    assert not of_type(done, instructions.CloseConnections)
+    assert answer(rank.recover(2)).keys() == {0, 2}
 
 
 def test_finished_steps_are_forgotten_unless_their_block_still_runs() -> None:
     rank = running_rank()
     rank.hand_in(1, 2)
     rank.machine.all_finished(1)
-    assert [step for step, _ in rank.machine.manifests] == [0, 2]
+    assert rank.machine.manifests == ["manifest 0", "manifest 2"]
     assert rank.machine.running(0) is not None
     assert not rank.machine.is_known(1)
     assert rank.machine.next_step == 2
