@@ -1,4 +1,4 @@
-"""Processes of tests that run a function of a module, for peers and ranks.
+"""Processes of tests that run a function of a module, for ranks.
 
 A new process imports torch and much more before it comes to its function: three to eight seconds of
 a core. A fork of multiprocessing's server, which has imported it once for all of them, does not.
@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from tests.support.preloaded import has_gpu
 
 _PRELOADED = (
+    "data_plane.ucxx.transport",
     "tests.support.team",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.experimental._attention",
@@ -27,17 +28,13 @@ _PRELOADED = (
 
 
 @functools.cache
-def forkserver(library: str = "ucxx") -> ForkServerContext | SpawnContext:
+def forkserver() -> ForkServerContext | SpawnContext:
     """The context whose processes are forks; on a machine with a GPU they are new, as libraries may
-    ask for CUDA when they are imported.
-
-    Args:
-        library: of the data plane, which the server imports; the first call decides.
-    """
+    ask for CUDA when they are imported."""
     if has_gpu():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload([f"data_plane.{library}.transport", *_PRELOADED])
+    context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 

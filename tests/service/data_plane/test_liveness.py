@@ -3,12 +3,11 @@ blamed: with fakes for the timing, and with real processes over UCX."""
 
 from __future__ import annotations
 
-import os
-import signal
+import select
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection as Pipe
 
 import pytest
 
@@ -17,7 +16,6 @@ from data_plane.liveness import LivenessMonitor
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS, Timer
 from data_plane.pings import RECENT_MESSAGES, SUSPENDED_SECONDS, Pings
 from data_plane.transport import (
-    Address,
     Connection,
     PeerLost,
     Transfer,
@@ -27,8 +25,8 @@ from data_plane.transport import (
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
+from tests.service.data_plane.peer import PeerProcess, running_peer, say_port
 from tests.service.data_plane.secret import SECRET, proven
-from tests.support.forkserver import forkserver
 from tests.support.waiting import eventually
 
 QUIET_SECONDS = 0.2
@@ -220,46 +218,36 @@ def make_transport() -> UcxxTransport:
     return UcxxTransport(UcxxSettings(one_host=True))
 
 
-def serve_while_computing(pipe: Pipe) -> None:
+def serve_while_computing(factory: str, test: socket.socket) -> None:
     """A peer that never answers a request and whose main thread hogs the GIL, as a busy server's
     may; only its transport's thread is at hand."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     transport = make_transport()
-    pipe.send(transport.listen("127.0.0.1", 0, proven()).port)
+    say_port(test, transport.listen("127.0.0.1", 0, proven()))
     end = time.monotonic() + _LIFETIME_SECONDS
-    while time.monotonic() < end and not pipe.poll(0.0):
+    while time.monotonic() < end and not select.select([test], [], [], 0.0)[0]:
         sum(index * index for index in range(100_000))
     transport.close()
 
 
 @pytest.fixture
-def busy_peer() -> Iterator[tuple[int, Address]]:
-    context = forkserver()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_while_computing, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    assert ours.poll(60.0)
-    assert process.pid is not None
-    yield process.pid, Address("127.0.0.1", ours.recv())
-    process.kill()
-    process.join(10.0)
-    ours.close()
+def busy_peer() -> Iterator[PeerProcess]:
+    with running_peer("", f"{__name__}:serve_while_computing") as peer:
+        yield peer
 
 
 def test_busy_peer_is_never_blamed_and_a_stopped_one_is_found_in_time(
-    busy_peer: tuple[int, Address], monitor: LivenessMonitor
+    busy_peer: PeerProcess, monitor: LivenessMonitor
 ) -> None:
-    pid, address = busy_peer
     transport, pool = make_transport(), BufferPool()
     connection: Connection
-    connection, _ = transport.connect(address, b"", 10.0, secret=SECRET)
+    connection, _ = transport.connect(busy_peer.address, b"", 10.0, secret=SECRET)
     offer = connection.offer(1, pool.acquire(1000), 60.0)
     monitor.watch(connection)
     with pytest.raises(TransferTimeout):
         offer.wait(5 * (QUIET_SECONDS + PING_SECONDS))
     assert offer.state is TransferState.PENDING
-    os.kill(pid, signal.SIGSTOP)
+    busy_peer.stop()
     start = time.monotonic()
     with pytest.raises(PeerLost, match="no sign of life"):
         offer.wait(10.0)
