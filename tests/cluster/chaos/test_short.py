@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cluster.chaos.faults import (
+    DRAIN_SECONDS,
+    cut,
+    kill_and_restart,
+    needs_links,
+    on_a_switch,
+    serving,
+)
 from tests.cluster.chaos.hosts import CARD, Direction, Network, network, why_no_namespaces
 from tests.cluster.chaos.processes import CONTROL_PLANE, STANDBY, Job, JobSettings
 from tests.cluster.chaos.scenario import STOPPED_SECONDS, Disturbance, References, disturbed
 from tests.cluster.chaos.schedules import Act, Schedule
 from tests.cluster.chaos.standstills import BOUND_SECONDS, run
-from tests.nightly.chaos.test_control_plane import kill_and_restart
-from tests.nightly.chaos.test_kills import DRAIN_SECONDS, serving
-from tests.nightly.chaos.test_links import WHY_NOT, cut, on_a_switch
 from tests.support.programs import ran
 
 SETTINGS = JobSettings(steps=80, n_nodes=4)
@@ -72,7 +77,7 @@ def test_standstills_of_several_faults_at_once(tmp_path: Path, references: Refer
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+@needs_links
 def test_links_that_are_cut(tmp_path: Path, references: References) -> None:
     with (
         on_a_switch(tmp_path, SETTINGS) as (links, job),
@@ -169,7 +174,7 @@ def test_rows_that_a_listener_forges_are_found(tmp_path: Path, references: Refer
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+@needs_links
 def test_rows_that_are_changed_on_the_way_are_found(tmp_path: Path, references: References) -> None:
     """Somebody between two hosts, who can rewrite UCX's TCP streams."""
     with (
@@ -189,7 +194,7 @@ def test_rows_that_are_changed_on_the_way_are_found(tmp_path: Path, references: 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+@needs_links
 def test_without_checksums_rows_that_are_changed_make_the_loss_wrong(
     tmp_path: Path, references: References
 ) -> None:

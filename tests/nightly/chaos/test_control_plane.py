@@ -6,23 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.chaos.faults import BACK_SECONDS, REJOIN_SECONDS, kill_and_restart
 from tests.cluster.chaos.processes import Job, JobSettings
-from tests.cluster.chaos.scenario import Disturbance, References, disturbed
+from tests.cluster.chaos.scenario import References, disturbed
 
 SHORT = JobSettings(steps=60, n_nodes=2)
 LONG = JobSettings(steps=200)
-BACK_SECONDS = 60.0
-"""Without plans a rank waits for the control plane, which takes long to start on a busy machine;
-once it serves, the rank's backoff and the time that servers get to register are bounded below."""
-
-REJOIN_SECONDS = 20.0
-
-
-def kill_and_restart(disturbance: Disturbance, *, die_publishing: int = 0) -> None:
-    disturbance.note("killed the control plane", BACK_SECONDS)
-    disturbance.job.processes["control-plane"].kill()
-    disturbance.job.start_control_plane(die_publishing=die_publishing)
-    disturbance.note("the control plane is back", REJOIN_SECONDS)
 
 
 @pytest.mark.timeout(600)

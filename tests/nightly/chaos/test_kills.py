@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.planner import DEFAULT_PLANNER
+from tests.cluster.chaos.faults import DRAIN_SECONDS, serving
 from tests.cluster.chaos.processes import Job, JobSettings
 from tests.cluster.chaos.scenario import Disturbance, References, disturbed
 
@@ -16,16 +17,10 @@ LONG = JobSettings(steps=200)
 BACK_SECONDS = 3.0
 """After so long a node that died is started again."""
 
-DRAIN_SECONDS = 30.0
-
 
 def start_again(disturbance: Disturbance, *names: str) -> None:
     for name in names:
         disturbance.job.start_node(int(name.removeprefix("node-")))
-
-
-def serving(disturbance: Disturbance) -> list[str]:
-    return [node.name for node in disturbance.job.nodes if node.serving]
 
 
 @pytest.mark.timeout(600)

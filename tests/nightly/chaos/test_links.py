@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.chaos.hosts import Direction, Network, network, why_no_namespaces
-from tests.cluster.chaos.processes import Job, JobSettings
-from tests.cluster.chaos.scenario import STOPPED_SECONDS, Disturbance, References, disturbed
+from tests.cluster.chaos.faults import cut, needs_links, on_a_switch
+from tests.cluster.chaos.hosts import Direction, Network
+from tests.cluster.chaos.processes import JobSettings
+from tests.cluster.chaos.scenario import STOPPED_SECONDS, References, disturbed
 
-WHY_NOT = why_no_namespaces()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+pytestmark = needs_links
 
 SHORT = JobSettings(steps=60, n_nodes=3)
 SLOW = JobSettings(steps=20, n_nodes=3)
 NODE = "node-1"
-
-
-@contextmanager
-def on_a_switch(
-    folder: Path, settings: JobSettings, *, slow_cables: tuple[str, ...] = ()
-) -> Iterator[tuple[Network, Job]]:
-    """A job whose every process has a host of its own."""
-    names = ["control-plane"]
-    names += [f"node-{index}" for index in range(settings.n_nodes)]
-    names += [f"trainer-{rank}" for rank in range(settings.n_trainers)]
-    with network(names, slow_cables=slow_cables) as links:
-        yield links, Job(folder, settings, hosts=links.hosts)
-
-
-def cut(
-    links: Network, disturbance: Disturbance, host: str, direction: Direction = Direction.BOTH
-) -> None:
-    disturbance.note(f"cut the link of {host} ({direction})", STOPPED_SECONDS)
-    links.cut(host, direction)
 
 
 @pytest.mark.timeout(600)
