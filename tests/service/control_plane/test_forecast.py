@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks import greedy
+from control_plane.planner import balanced
 from control_plane.planner.forecast import forecast, pair_bytes, row_bytes
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase, TaskTable
@@ -36,7 +36,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_messages(case: str, phase: Phase) -> None:
     manifest, servers = CASES[case]
-    plan = greedy.plan(manifest, servers, SHAPE, PlanningOptions())
+    plan = balanced.plan(manifest, servers, SHAPE, PlanningOptions())
     tasks = plan.tasks(phase)
     predicted = plan.forecast(phase)
     assert predicted is not None
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_messages(case: str, phase: Phase) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_seconds_are_the_profiles(case: str) -> None:
     manifest, servers = CASES[case]
-    plan = greedy.plan(manifest, servers, SHAPE, PlanningOptions())
+    plan = balanced.plan(manifest, servers, SHAPE, PlanningOptions())
     for phase in Phase:
         tasks = plan.tasks(phase)
         seconds = PROFILE.seconds(tasks.q_end - tasks.q_begin, tasks.q_end, phase)
@@ -82,7 +82,7 @@ def test_seconds_are_the_profiles(case: str) -> None:
 
 def test_a_slower_server_takes_longer() -> None:
     manifest = stream_manifest([4096, 4096], 2)
-    tasks = greedy.plan(manifest, in_place(2), SHAPE, PlanningOptions()).forward
+    tasks = balanced.plan(manifest, in_place(2), SHAPE, PlanningOptions()).forward
     full = forecast(manifest, tasks, in_place(2), SHAPE, Phase.FORWARD)
     half = forecast(manifest, tasks, in_place(2, speed=0.5), SHAPE, Phase.FORWARD)
     np.testing.assert_allclose(half.seconds, 2 * full.seconds, rtol=1e-15)
@@ -91,7 +91,7 @@ def test_a_slower_server_takes_longer() -> None:
 
 def test_home_seconds_of_a_rank_without_a_server_use_the_first_profile() -> None:
     manifest = stream_manifest([4096, 2048], 2)
-    tasks = greedy.plan(manifest, pool(2), SHAPE, PlanningOptions()).forward
+    tasks = balanced.plan(manifest, pool(2), SHAPE, PlanningOptions()).forward
     predicted = forecast(manifest, tasks, pool(2), SHAPE, Phase.FORWARD)
     lengths = [[3072], [1024, 2048]]
     expected = [PROFILE.seconds(q, q, Phase.FORWARD).sum() for q in lengths]

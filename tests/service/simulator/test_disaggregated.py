@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import greedy
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
@@ -16,7 +15,7 @@ from distca.apps.simulator.packing import pack_and_cut, pack_in_order
 from distca.contract.settings import Placement
 from tests.unit.simulator.cases import K, documents, h200, setup
 
-METHOD = Method(planner=greedy.plan, options=PlanningOptions(tolerance=0.05))
+METHOD = Method(planner=balanced.plan, options=PlanningOptions(tolerance=0.05))
 ENDLESS = {
     "gpu_bandwidth_bytes_per_second": 1e18,
     "host_bandwidth_bytes_per_second": 1e18,
@@ -143,7 +142,7 @@ def test_a_byte_budget_limits_what_a_rank_sends_and_what_is_waited_for() -> None
 def test_without_ping_pong_communication_is_exposed() -> None:
     of = setup(8, profile=h200(), tokens_per_rank=128 * K)
     lengths = documents(of)
-    single = Method(planner=greedy.plan, options=METHOD.options, n_nano_batches=1)
+    single = Method(planner=balanced.plan, options=METHOD.options, n_nano_batches=1)
     assert (
         disaggregated_step(of, lengths, single).exposed_seconds
         > disaggregated_step(of, lengths, METHOD).exposed_seconds

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import greedy
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
@@ -41,7 +40,7 @@ N_LAYERS = 6
 def both_ways(of: Setup, phase: Phase, n_nano_batches: int, pool: int, seed: int) -> list[float]:
     """Seconds of a stack of layers in closed form and by events, for a real plan."""
     method = Method(
-        planner=greedy.plan,
+        planner=balanced.plan,
         options=PlanningOptions(tolerance=0.1),
         n_nano_batches=n_nano_batches,
     )
