@@ -13,10 +13,15 @@ from pathlib import Path
 import pytest
 
 from distca.process.interrupt import let_sigterm_end_process_1
-from tests.support.programs import ran, ran_python
+from tests.support.programs import RUN_SECONDS, ran, ran_python
+from tests.support.waiting import eventually
 
-START_SECONDS = 8.0
-"""A service handles signals by then; one that is still loading must ignore them just so."""
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether process ``pid`` has a handler for ``number`` of its own."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +104,7 @@ def test_a_service_in_the_background_of_a_script_is_not_interrupted_but_terminat
             [*IGNORING, sys.executable, "-m", "distca", service, *arguments], stderr=log
         )
         try:
-            time.sleep(START_SECONDS)
+            eventually(lambda: handles(process.pid, signal.SIGTERM), RUN_SECONDS)
             process.send_signal(signal.SIGINT)
             time.sleep(1)
             assert process.poll() is None, (tmp_path / "log").read_text()
