@@ -1,15 +1,12 @@
 """A rank of a job as a process of its own, for tests on GPUs: ranks of one process would share the
 thread on which autograd runs a GPU's backward pass, and could not wait for each other there.
 
-    python -m tests.cluster.trainer_client.rank_process GIVEN.pt FOUND.pt
-
-GIVEN holds the arguments of ``SessionOptions``, the layers and the rank's manifests; FOUND gets the
-rows of each step, as ``tests.support.team`` has them.
+It is given a file of the arguments of ``SessionOptions``, the layers and its manifests, and writes
+one of the rows of each step, as ``tests.support.team`` has them.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 
 from core_attention.manifest import RankManifest
+from tests.support import preloaded
 from tests.support.loops import PingPong
 from tests.support.team import Layer, Layers, Rows, computed_rows, random_rows
 from trainer_client import Session, SessionOptions
@@ -42,15 +40,15 @@ def run_ranks(
             "manifests": [manifests[rank] for manifests in steps],
         }
         torch.save(given, folder / f"given-{rank}.pt")
-        command = [sys.executable, "-m", "tests.cluster.trainer_client.rank_process"]
         files = [str(folder / f"given-{rank}.pt"), str(folder / f"found-{rank}.pt")]
-        processes.append(subprocess.Popen([*command, *files]))
+        program = f"from {__name__} import main; main()"
+        processes.append(preloaded.start(program, *files, log=folder / f"{rank}.log"))
     try:
         codes = [process.wait(timeout_seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert codes == [0] * len(devices)
+    assert not any(codes), [(folder / f"{rank}.log").read_text() for rank in range(len(devices))]
     found = [
         torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(len(devices))
     ]
@@ -60,7 +58,8 @@ def run_ranks(
     ]
 
 
-def main(given_file: str, found_file: str) -> None:
+def main() -> None:
+    given_file, found_file = sys.argv[1:]
     given = torch.load(given_file, weights_only=False)
     options, layers = SessionOptions(**given["options"]), given["layers"]
     device = torch.device(options.device)
@@ -95,7 +94,3 @@ def main(given_file: str, found_file: str) -> None:
                 }
             )
     torch.save(found, found_file)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
