@@ -32,12 +32,11 @@ from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.doctor.transport_checks import judge_self_test, judge_transport
 from distca.apps.top.snapshot import Snapshot
 from tests.service.distca.test_top import server_view
+from tests.support.cluster import NODE_SHAPE
 from tests.support.programs import ran_python
 from tests.support.rdma_machine import add_rdma_device
 
 PASS, WARN, FAIL = Severity.PASS, Severity.WARN, Severity.FAIL
-
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 
 
 def around(root: Path = Path("/"), environ: dict[str, str] | None = None, **settings: Any) -> Any:
@@ -168,7 +167,7 @@ class TestGpu:
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_real_gpu_passes_every_check_of_the_device(self) -> None:
-        where = around(device="cuda:0", shapes=(dataclasses.replace(SHAPE, dtype="bfloat16"),))
+        where = around(device="cuda:0", shapes=(dataclasses.replace(NODE_SHAPE, dtype="bfloat16"),))
         for check in ("driver", "kernels"):
             assert FAIL not in statuses(check, where), findings(check, where)
         assert only("gpu", where).status is not FAIL
@@ -193,7 +192,7 @@ class TestDriver:
 
 class TestKernels:
     def test_a_shape_that_runs_passes(self) -> None:
-        finding = only("kernels", around(shapes=(SHAPE,)))
+        finding = only("kernels", around(shapes=(NODE_SHAPE,)))
         assert (finding.status, finding.says) == (PASS, "cpu runs 4:2:16:float32")
 
     def test_a_shape_that_the_kernel_does_not_take_fails(
@@ -203,11 +202,11 @@ class TestKernels:
             raise ValueError(f"head_dim is {shape.head_dim}; valid are 64 and 128")
 
         monkeypatch.setattr(CpuKernel, "check", refuse)
-        finding = only("kernels", around(shapes=(SHAPE,)))
+        finding = only("kernels", around(shapes=(NODE_SHAPE,)))
         assert finding.status is FAIL
         assert finding.says == "head_dim is 16; valid are 64 and 128"
 
-    @pytest.mark.parametrize("shapes", [(), (SHAPE,)])
+    @pytest.mark.parametrize("shapes", [(), (NODE_SHAPE,)])
     def test_what_a_server_launches_before_it_serves_is_launched(
         self, shapes: tuple[AttentionShape, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -229,7 +228,7 @@ class TestKernels:
         released = threading.Event()
         monkeypatch.setattr(device_checks, "rehearse", lambda *_: released.wait(60))
         try:
-            trouble = rehearsal_trouble(CpuKernel(), SHAPE, torch.device("cpu"), seconds=0.2)
+            trouble = rehearsal_trouble(CpuKernel(), NODE_SHAPE, torch.device("cpu"), seconds=0.2)
         finally:
             released.set()
         assert trouble is not None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from core_attention.shape import AttentionShape
 from distca.contract import rpc
+from tests.support.cluster import NODE_SHAPE
 from trainer_client import Placement, SessionOptions
 from trainer_client.link.own_transport import data_host_of
 
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 CONTROL_PLANE = "127.0.0.1:7700"
 TOWARDS_IT = "10.1.0.7"
 
@@ -34,7 +33,7 @@ def test_ranks_on_a_pool_take_the_address_towards_the_control_plane(
         rank=0,
         n_ranks=1,
         n_layers=1,
-        shape=SHAPE,
+        shape=NODE_SHAPE,
         placement=Placement(placement),
         data_host=given,
         one_host=one_host,

@@ -16,11 +16,9 @@ import torch
 
 from core_attention.checksum import seal
 from core_attention.manifest import RankManifest, Segment
-from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster
+from tests.support.cluster import NODE_SHAPE, Cluster
 from tests.support.team import Team
 
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 N_LAYERS = 2
 
 _DAMAGE_RESULTS = """
@@ -81,7 +79,7 @@ def cut_at_home() -> list[RankManifest]:
 
 
 def team_on(cluster: Cluster, **options: Any) -> Team:
-    return Team(cluster, 2, SHAPE, placement="pool", n_layers=N_LAYERS, **options)
+    return Team(cluster, 2, NODE_SHAPE, placement="pool", n_layers=N_LAYERS, **options)
 
 
 def metric(team: Team, name: str, **labels: str) -> float:
@@ -100,7 +98,7 @@ def metric(team: Team, name: str, **labels: str) -> float:
 @pytest.mark.parametrize("placement", ["pool", "mixed"])
 def test_undisturbed_steps_pass_every_check(pool: Cluster, placement: str) -> None:
     options: dict[str, Any] = {"checksums": True, "check_results": True, "audit_rate": 1.0}
-    with Team(pool, 2, SHAPE, placement=placement, n_layers=N_LAYERS, **options) as team:
+    with Team(pool, 2, NODE_SHAPE, placement=placement, n_layers=N_LAYERS, **options) as team:
         for seed in range(3):
             team.check(lengths(40, 1, 9), seed=seed)
             team.check(cut_at_home(), seed=seed)

@@ -10,16 +10,14 @@ import pytest
 import torch
 
 import trainer_client
-from core_attention.shape import AttentionShape
 from tests.cluster.trainer_client.test_options_of_models import JOB, llama
+from tests.support.cluster import NODE_SHAPE
 from trainer_client import Placement, Session, SessionOptions
-
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 
 
 def options(**given: Any) -> SessionOptions:
     usual = {"control_plane": "cp:7700", "job": "j", "rank": 0, "n_ranks": 2, "n_layers": 1}
-    return SessionOptions(**{**usual, "shape": SHAPE, "data_host": "127.0.0.1", **given})
+    return SessionOptions(**{**usual, "shape": NODE_SHAPE, "data_host": "127.0.0.1", **given})
 
 
 def test_all_names_of_the_package_are_listed_and_there() -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from core_attention.manifest import RankManifest
-from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, Process
+from tests.support.cluster import NODE_SHAPE, Cluster, Process
 from tests.support.team import Team
 
 pytestmark = pytest.mark.timeout(300)
 
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 N_LAYERS = 3
 N_RANKS = 2
 DOCUMENTS = (700, 40, 300)
@@ -95,7 +93,7 @@ def test_ranks_wait_for_memory_and_get_right_results(
         Team(
             cluster,
             N_RANKS,
-            SHAPE,
+            NODE_SHAPE,
             placement="pool",
             n_layers=N_LAYERS,
             interleave=interleave,
@@ -134,7 +132,7 @@ def test_tick_that_never_fits_runs_elsewhere_and_the_server_says_what_is_missing
     cluster: Cluster,
 ) -> None:
     node = cluster.start_node("tiny", buffer_limit_bytes=2**18, capacity_rows=10**6)
-    with Team(cluster, N_RANKS, SHAPE, placement="pool", n_layers=N_LAYERS) as team:
+    with Team(cluster, N_RANKS, NODE_SHAPE, placement="pool", n_layers=N_LAYERS) as team:
         team.check(manifests())
     log = node.log.read_text()
     assert "cannot be served by tiny" in log
@@ -147,7 +145,7 @@ def test_planner_gives_a_small_server_what_fits(cluster: Cluster) -> None:
     node = cluster.start_node("small", buffer_limit_bytes=2**20)
     cluster.start_node("large")
     with Team(
-        cluster, N_RANKS, SHAPE, placement="pool", n_layers=N_LAYERS, planner="balanced"
+        cluster, N_RANKS, NODE_SHAPE, placement="pool", n_layers=N_LAYERS, planner="balanced"
     ) as team:
         for seed in range(2):
             team.check(manifests(), seed=seed)

@@ -17,13 +17,12 @@ import torch
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
-from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, TransportError
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from distca.contract import rpc
 from distca.v1 import data_plane_pb2
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.errors import fails
 from tests.support.team import Team
 from trainer_client import (
@@ -36,7 +35,6 @@ from trainer_client import (
     core_attention,
 )
 
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 SOON_SECONDS = 15.0
 """Far below the 30 s within which every failure must be told; two busy cores need the slack."""
 
@@ -54,7 +52,7 @@ def doomed(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
     with Team(
-        doomed, 2, SHAPE, placement="pool", ping_quiet_seconds=0.5, ping_timeout_seconds=1.5
+        doomed, 2, NODE_SHAPE, placement="pool", ping_quiet_seconds=0.5, ping_timeout_seconds=1.5
     ) as team:
         team.run(whole())
         doomed.processes[1].popen.send_signal(signal.SIGSTOP)
@@ -63,14 +61,14 @@ def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
 
 
 def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:
-    with cluster(tmp_path, 0) as empty, Team(empty, 2, SHAPE, placement="pool") as team:
+    with cluster(tmp_path, 0) as empty, Team(empty, 2, NODE_SHAPE, placement="pool") as team:
         result = team.check(whole())
         for running in result.running:
             assert None not in {server.in_place_rank for server in running.plan.servers}
 
 
 def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
-    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
         with pytest.raises(PlanNotReady), team.sessions[0].step(5):
             pass
         with pytest.raises(ValueError, match="rank 1"):
@@ -81,7 +79,7 @@ def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
 
 def test_a_wrong_tensor_is_refused(pool_of_four: Cluster) -> None:
     k = torch.zeros(300, 2, 16)
-    with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool", n_nano_batches=1) as team:
         session = team.sessions[0]
         session.submit(RankManifest.from_lengths(0, 0, [[300]]))
         with pytest.raises(TensorError), session.step(0):
@@ -89,7 +87,7 @@ def test_a_wrong_tensor_is_refused(pool_of_four: Cluster) -> None:
 
 
 def test_backward_outside_of_its_step_is_refused(pool_of_four: Cluster) -> None:
-    with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool", n_nano_batches=1) as team:
         session = team.sessions[0]
         session.submit(RankManifest.from_lengths(0, 0, [[30]]))
         q = torch.zeros(30, 4, 16, requires_grad=True)
@@ -104,7 +102,7 @@ def test_a_taken_port_is_named(pool_of_four: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(TransportError, match=str(port)):
-            Team(pool_of_four, 1, SHAPE, placement="in-place", data_port=port)
+            Team(pool_of_four, 1, NODE_SHAPE, placement="in-place", data_port=port)
 
 
 def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
@@ -119,7 +117,7 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
                 rank=0,
                 n_ranks=1,
                 n_layers=1,
-                shape=SHAPE,
+                shape=NODE_SHAPE,
                 placement=Placement.POOL,
                 start_timeout_seconds=1.0,
             )
@@ -147,7 +145,7 @@ def test_a_stranger_gets_no_connection(
     host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
     transport = UcxxTransport(UcxxSettings(one_host=True))
     try:
-        with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+        with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
             link = team.sessions[0]._link
             secret = change.get("secret", link.token)
             fields: dict[str, Any] = {
@@ -174,13 +172,13 @@ def test_a_session_that_cannot_be_made_leaves_no_thread(change: dict[str, Any]) 
     before = set(threading.enumerate())
     options = {"control_plane": "localhost:1", "job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
     with pytest.raises((ValueError, OSError), match="nowhere"):
-        Session.open(SessionOptions(**{**options, "shape": SHAPE, **change}))
+        Session.open(SessionOptions(**{**options, "shape": NODE_SHAPE, **change}))
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert "ucxx-owner" not in left
 
 
 def test_a_fork_leaves_the_session_that_it_inherits_alone(pool_of_four: Cluster) -> None:
-    team = Team(pool_of_four, 1, SHAPE, placement="pool")
+    team = Team(pool_of_four, 1, NODE_SHAPE, placement="pool")
     session = team.sessions[0]
     child = os.fork()
     if child == 0:
@@ -206,7 +204,7 @@ def test_a_fork_leaves_the_session_that_it_inherits_alone(pool_of_four: Cluster)
 
 def test_closing_twice_leaves_no_thread(pool_of_four: Cluster) -> None:
     before = {thread.name for thread in threading.enumerate()}
-    team = Team(pool_of_four, 1, SHAPE, placement="mixed")
+    team = Team(pool_of_four, 1, NODE_SHAPE, placement="mixed")
     team.run(whole(1))
     team.close()
     team.sessions[0].close()

@@ -19,8 +19,7 @@ from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart
 from core_attention.manifest import RankManifest, Segment
 from core_attention.score_rule import PLAIN, ScoreRule
-from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster
+from tests.support.cluster import NODE_SHAPE, Cluster
 from tests.support.loops import PingPong
 from tests.support.team import Team
 from tests.support.waiting import eventually
@@ -37,15 +36,14 @@ from trainer_client.errors import ChangedInPlace
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.step.ping_pong import Call, run_in_turns
 
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 ROWS = 30
 SOON_SECONDS = 5.0
 """Far below the deadline of a tick, which is 20 s."""
 
 
 def random_rows(n_rows: int = ROWS) -> tuple[torch.Tensor, ...]:
-    heads = (SHAPE.num_heads, SHAPE.num_heads_kv, SHAPE.num_heads_kv)
-    return tuple(torch.randn(n_rows, n, SHAPE.head_dim, requires_grad=True) for n in heads)
+    heads = (NODE_SHAPE.num_heads, NODE_SHAPE.num_heads_kv, NODE_SHAPE.num_heads_kv)
+    return tuple(torch.randn(n_rows, n, NODE_SHAPE.head_dim, requires_grad=True) for n in heads)
 
 
 def submit(session: Session, step: int, *, forward_only: bool = False) -> None:
@@ -61,7 +59,7 @@ def run(session: Session, step: int) -> None:
 
 
 def one_lane(cluster: Cluster, placement: str, n_ranks: int = 1, **options: Any) -> Team:
-    return Team(cluster, n_ranks, SHAPE, placement=placement, n_nano_batches=1, **options)
+    return Team(cluster, n_ranks, NODE_SHAPE, placement=placement, n_nano_batches=1, **options)
 
 
 def wait_for_no_buffers(sessions: Sequence[Session]) -> None:
@@ -77,7 +75,7 @@ class _Buffered(nn.Module):
 
     def __init__(self, *, copies: bool) -> None:
         super().__init__()
-        self.keys = torch.empty(ROWS, SHAPE.num_heads_kv, SHAPE.head_dim)
+        self.keys = torch.empty(ROWS, NODE_SHAPE.num_heads_kv, NODE_SHAPE.head_dim)
         self._copies = copies
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -89,7 +87,7 @@ class _Buffered(nn.Module):
 def test_a_buffer_of_all_nano_batches_is_refused(pool_of_four: Cluster, copies: bool) -> None:
     """A gradient would be that of the keys which another nano-batch has written."""
     refused = pytest.raises(ChangedInPlace, match=r"layer 0 nano-batch 0 forward: k ")
-    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="in-place") as team:
         session = team.sessions[0]
         submit(session, 0)
         batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
@@ -99,7 +97,7 @@ def test_a_buffer_of_all_nano_batches_is_refused(pool_of_four: Cluster, copies: 
 
 def test_nano_batches_of_inference_mode_may_share_a_buffer(pool_of_four: Cluster) -> None:
     """Its tensors count no writes, so servers read copies."""
-    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="in-place") as team:
         session = team.sessions[0]
         batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
         outputs = []
@@ -126,7 +124,7 @@ def test_a_gradient_that_is_changed_while_servers_need_it_is_named(pool_of_four:
             o.register_hook(change_the_others)
             return o.square().sum()
 
-    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="in-place") as team:
         session = team.sessions[0]
         submit(session, 0)
         batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
@@ -141,7 +139,7 @@ def test_gradients_of_gradients_are_refused(pool_of_four: Cluster, kind: str) ->
     options: dict[str, dict[str, Any]] = {
         "served": {},
         "window": {"window": 8},
-        "sinks": {"sinks": torch.zeros(SHAPE.num_heads)},
+        "sinks": {"sinks": torch.zeros(NODE_SHAPE.num_heads)},
     }
     with one_lane(pool_of_four, "in-place") as team:
         session = team.sessions[0]
@@ -256,7 +254,7 @@ class FailsInCheckpoint(nn.Module):
 def test_an_error_in_a_checkpoint_is_told_and_the_next_step_runs(
     pool_of_four: Cluster, failing: int
 ) -> None:
-    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
         session, model = team.sessions[0], PingPong(FailsInCheckpoint())
         for step, fail in enumerate((True, False, True, False)):
             submit(session, step)
@@ -286,7 +284,7 @@ def test_a_step_ends_beside_a_graph_that_was_made_at_home(pool_of_four: Cluster)
 
 
 def test_a_checkpoint_around_lanes_that_take_turns_is_refused(pool_of_four: Cluster) -> None:
-    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
         session, model = team.sessions[0], PingPong(FailsInCheckpoint())
         submit(session, 0)
         with (
@@ -298,7 +296,7 @@ def test_a_checkpoint_around_lanes_that_take_turns_is_refused(pool_of_four: Clus
 
 @pytest.mark.parametrize("placement", ["pool", "mixed"])
 def test_steps_given_up_in_one_lane_leave_no_buffers(pool_of_four: Cluster, placement: str) -> None:
-    with Team(pool_of_four, 1, SHAPE, placement=placement, n_layers=2) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement=placement, n_layers=2) as team:
         session = team.sessions[0]
         for step in range(5):
             submit(session, step)
@@ -408,7 +406,7 @@ def test_a_kernel_that_fails_is_named_on_every_rank(pool_of_four: Cluster) -> No
 def test_memory_of_messages_is_there_before_the_step(pool_of_four: Cluster) -> None:
     """The plan tells how much, and however many layers run, nothing is allocated any more: but for
     a request that has arrived and is not known yet to have left, one in each lane."""
-    with Team(pool_of_four, 2, SHAPE, placement="pool", n_layers=6) as team:
+    with Team(pool_of_four, 2, NODE_SHAPE, placement="pool", n_layers=6) as team:
         submitted = team.submit(
             [RankManifest.from_lengths(0, rank, [[300, 40], [17, 200]]) for rank in range(2)]
         )
@@ -427,7 +425,7 @@ def test_a_steps_tensors_go_with_their_last_reference(
     pool_of_four: Cluster, placement: str
 ) -> None:
     """Not when Python collects garbage: on a GPU that may be many steps later."""
-    with Team(pool_of_four, 1, SHAPE, placement=placement, n_layers=2) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement=placement, n_layers=2) as team:
         manifest = RankManifest.from_lengths(0, 0, [[300, 40], [17, 200]])
         team.run([manifest])
         gc.collect()
@@ -456,7 +454,7 @@ def test_outputs_of_lanes_go_with_their_last_reference(pool_of_four: Cluster) ->
         out: torch.Tensor = checkpoint(core_attention, *rows)
         return 2.0 * out
 
-    with Team(pool_of_four, 1, SHAPE, placement="in-place", n_nano_batches=2) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="in-place", n_nano_batches=2) as team:
         (session,) = team.sessions
         submit(session, 0)
         rows = [random_rows() for _ in range(2)]
@@ -476,7 +474,7 @@ causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True
 
 def test_a_loop_of_one_s_own_runs_microbatches_in_any_order(pool_of_four: Cluster) -> None:
     """Gradient accumulation within a step: forward and backward of one after the other."""
-    with Team(pool_of_four, 1, SHAPE, placement="mixed", n_nano_batches=3) as team:
+    with Team(pool_of_four, 1, NODE_SHAPE, placement="mixed", n_nano_batches=3) as team:
         (session,) = team.sessions
         submit(session, 0)
         with session.step(0):

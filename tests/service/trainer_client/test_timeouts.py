@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core_attention.shape import AttentionShape
 from distca.contract.timeouts import TimeoutOrderError
-from tests.support.cluster import Cluster
+from tests.support.cluster import NODE_SHAPE, Cluster
 from tests.support.team import Team
 from trainer_client import SessionOptions
-
-SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 
 
 def options(**timeouts: float) -> SessionOptions:
@@ -20,7 +17,7 @@ def options(**timeouts: float) -> SessionOptions:
         rank=0,
         n_ranks=1,
         n_layers=1,
-        shape=SHAPE,
+        shape=NODE_SHAPE,
         data_host="127.0.0.1",
         **timeouts,  # type: ignore[arg-type]
     )
@@ -45,7 +42,7 @@ def test_rank_whose_timeouts_do_not_fit_the_control_planes_is_told(pool_of_four:
         Team(
             pool_of_four,
             1,
-            SHAPE,
+            NODE_SHAPE,
             placement="pool",
             connect_timeout_seconds=10.0,
             recovery_timeout_seconds=20.0,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest, RankManifest, Segment
-from tests.service.trainer_client.test_parity import make_shape
+from tests.support.cluster import NODE_SHAPE as SHAPE
 from tests.support.cut_manifests import in_halves, pieces
 from tests.support.team import Layer, Layers, Rows, compare, computed_rows, random_rows
 from trainer_client import SessionError
@@ -29,8 +29,6 @@ LAYERS = [
     Layer(window=200),
     Layer(chunk=31, softcap=2.0),
 ]
-
-SHAPE = make_shape()
 
 ONE_RANK = {
     "one token each": in_halves(1, 2),
