@@ -305,7 +305,7 @@ def test_what_shows_no_right_to_come_back_is_refused(tmp_path: Path) -> None:
 
         stranger = Rank(0)
         stranger.job_id = ranks[0].job_id
-        with fails(rpc.Reason.MISSING_TOKEN, match="without its token"):
+        with fails(rpc.Reason.MISSING_TOKEN):
             client.jobs.OpenJob(
                 jobs_pb2.OpenJobRequest(
                     spec=stranger.spec,

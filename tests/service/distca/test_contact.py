@@ -75,7 +75,7 @@ def test_no_call_begins_on_a_contact_that_has_ended(contact: Contact) -> None:
     assert describe(contact) == 7
     contact.end()
     contact.end()
-    with fails(rpc.Reason.CANCELLED, match="the contact has ended"):
+    with fails(rpc.Reason.CANCELLED):
         describe(contact)
 
 

@@ -79,5 +79,5 @@ def test_who_waits_for_a_moment_is_not_told(caplog: pytest.LogCaptureFixture) ->
 
 def test_the_last_error_is_raised_when_time_is_up() -> None:
     _, attempt = failing(10_000)
-    with fails(rpc.Reason.UNAVAILABLE, match="nobody answers"):
+    with fails(rpc.Reason.UNAVAILABLE):
         search(attempt, timeout_seconds=0.05)
