@@ -25,6 +25,7 @@ from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.errors import fails
 from tests.support.programs import ran_python
 from tests.support.team import Team
+from tests.support.waiting import eventually
 
 EXIT_SECONDS = 20.0
 
@@ -130,10 +131,7 @@ server.load_or_measure = measure_when_told
             metrics_port=metrics,
         )
         try:
-            deadline = time.monotonic() + EXIT_SECONDS
-            while http_status(metrics, "/livez") != 200:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            eventually(lambda: http_status(metrics, "/livez") == 200, EXIT_SECONDS)
             assert http_status(metrics, "/readyz") == 503
             with grpc.insecure_channel(f"127.0.0.1:{health}") as channel:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -267,10 +265,7 @@ def test_a_node_that_was_stopped_for_longer_than_its_lease_comes_back(running: C
 
 
 def wait_for_servers(running: Cluster, expected: set[str]) -> None:
-    deadline = time.monotonic() + EXIT_SECONDS
-    while server_ids(running) != expected:
-        assert time.monotonic() < deadline, f"{server_ids(running)} instead of {expected}"
-        time.sleep(0.05)
+    eventually(lambda: server_ids(running) == expected, EXIT_SECONDS)
 
 
 def test_a_taken_port_is_named(running: Cluster) -> None:

@@ -25,7 +25,6 @@ PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"
 BROKEN = {
     "cut.json": b'{"a": [1, 2',
     "cut.pem": b"-----BEGIN CERTIFICATE-----\nMIIB",
-    "cut.parquet": b"PAR1abc",
     "cut.jsonl": b'{"text": "a"}\n{"text": ',
     "binary.toml": b"\xff\xfe\x00",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,6 +30,7 @@ from tests.service.fuzz.loopback import LoopbackConnection, LoopbackTransport
 from tests.service.fuzz.mutation import mutated_raw, parsed
 from tests.support.plan_slices import for_server
 from tests.support.team import assert_close
+from tests.support.waiting import eventually
 from tests.unit.attention_node.cases import (
     SCALE,
     SHAPE,
@@ -104,10 +104,7 @@ class Served:
         self.server.close()
         for connection in self.connections:
             connection.close()
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while self.pool.stats().in_use_bytes:
-            assert time.monotonic() < deadline, f"buffers are lost: {self.pool.stats()}"
-            time.sleep(0.002)
+        eventually(lambda: self.pool.stats().in_use_bytes == 0, SETTLE_SECONDS)
 
     def check_still_serves(self) -> None:
         """A job of honest ranks gets the results of the reference, forward and backward."""

@@ -4,7 +4,6 @@ right, and nothing hangs. Real processes over UCX."""
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import pytest
 from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, Cluster, Process
 from tests.support.team import Team
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -116,11 +116,8 @@ def test_ranks_wait_for_memory_and_get_right_results(
         for team in teams:
             team.close()
     assert limit / 4 < watch.most <= limit
-    deadline = time.monotonic() + 5.0
     in_use = 'distca_data_plane_buffer_pool_bytes{pool="messages",state="in_use"}'
-    while node_metrics(node)[in_use] > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: node_metrics(node)[in_use] == 0)
     waited = 'distca_attention_node_memory_wait_seconds_total{server="small"}'
     assert node_metrics(node)[waited] > 0
     log = node.log.read_text()

@@ -64,10 +64,9 @@ def one_lane(cluster: Cluster, placement: str, n_ranks: int = 1, **options: Any)
 
 def wait_for_no_buffers(sessions: Sequence[Session]) -> None:
     """Transfers return theirs when their connection is closed, a moment later."""
-    deadline = time.monotonic() + SOON_SECONDS
-    while any(session._pool.stats().in_use_bytes for session in sessions):
-        assert time.monotonic() < deadline, [session._pool.stats() for session in sessions]
-        time.sleep(0.01)
+    eventually(
+        lambda: not any(session._pool.stats().in_use_bytes for session in sessions), SOON_SECONDS
+    )
 
 
 class _Buffered(nn.Module):
@@ -323,10 +322,7 @@ def test_submitted_steps_may_be_left_out(pool_of_four: Cluster, placement: str) 
             began = time.monotonic()
             run(session, step)
             assert time.monotonic() - began < SOON_SECONDS
-        deadline = time.monotonic() + SOON_SECONDS
-        while session._steps.manifests():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not session._steps.manifests(), SOON_SECONDS)
 
 
 def test_steps_run_in_increasing_order(pool_of_four: Cluster) -> None:

@@ -16,6 +16,7 @@ from control_plane.planner import compiled
 from control_plane.planner.planning import PlanningOptions
 from core_attention.plan import Plan
 from tests.support.planning_cases import SHAPE, pool, stream_manifest
+from tests.support.waiting import eventually
 
 MANIFEST, SERVERS = stream_manifest([900, 200, 500, 30], 2), pool(2)
 
@@ -70,10 +71,7 @@ class Machine:
         return self.planner(MANIFEST, SERVERS, SHAPE, PlanningOptions())
 
     def settle(self, state: PlannerState) -> None:
-        deadline = time.monotonic() + 30.0
-        while self.planner.state is not state:
-            assert time.monotonic() < deadline, self.states
-            time.sleep(0.01)
+        eventually(lambda: self.planner.state is state, 30.0)
 
     def _failed(self) -> None:
         self.n_failures += 1
