@@ -1,12 +1,14 @@
-"""Registers ``attn_implementation="distca"`` when transformers builds its first model.
+"""Registers ``attn_implementation="distca"`` when the first model of transformers asks for it, or
+for the implementation that ``DISTCA_REPLACES`` names.
 
-Nothing but ``import distca`` is needed for it; torch and transformers are loaded only where they
-are used.
+Nobody needs to import anything for it: torch loads this module as it loads its backends, by an
+entry point. Torch and transformers are loaded only where they are used.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -22,7 +24,7 @@ _ASKED = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementat
 
 
 def watch_transformers() -> None:
-    """Has the first model of transformers that is built bring the implementation with it."""
+    """Has the first model of transformers that asks for the implementation bring it. Idempotent."""
     if (module := sys.modules.get(_MODELS)) is not None and hasattr(module, "PreTrainedModel"):
         _watch(module)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -31,13 +33,15 @@ def watch_transformers() -> None:
 
 def _watch(module: ModuleType) -> None:
     kind: Any = module.__dict__["PreTrainedModel"]
+    served = {"distca", os.environ.get("DISTCA_REPLACES") or "distca"}
     originals = {name: getattr(kind, name) for name in _ASKED if hasattr(kind, name)}
     ours: dict[str, Callable[..., Any]] = {}
 
     def first(name: str) -> Callable[..., Any]:
         @functools.wraps(originals[name])
         def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(kind, name) is not asked:
+            asks = next(iter([*args, *kwargs.values()]), None)
+            if getattr(kind, name) is not asked or asks not in served:
                 # What has replaced it stands on it.
                 return originals[name](self, *args, **kwargs)
             for each, original in originals.items():
