@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -53,6 +54,18 @@ def reshards(unit: Any, is_root: bool) -> bool:
     if is_root and unit._get_fsdp_state()._auto_reshard_after_forward:
         return False
     return any(group.post_forward_mesh_info is not None for group in groups_of(unit))
+
+
+@contextmanager
+def gathered_as_before(model: nn.Module) -> Iterator[None]:
+    """Lets ``model`` be run in the block, inside its own forward too: those of FSDP2's units whose
+    weights are gathered when it begins have them again when it ends."""
+    gathered: list[Any] = [
+        unit for unit in units(model) if any(group.is_unsharded for group in groups_of(unit))
+    ]
+    yield
+    for unit in gathered:
+        unit.unshard()
 
 
 def is_fsdp_1(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs, uncompiled
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.sharded_weights import needs_other_ranks
+from trainer_client.hooks.sharded_weights import gathered_as_before, needs_other_ranks
 from trainer_client.hooks.tensor_parallel import n_shares
 from trainer_client.local_attention.at_home import HomeMask, is_at_home
 from trainer_client.local_attention.plain import attend_documents
@@ -651,7 +651,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts ``model`` into evaluation for the block; leaves it, autocast's cache and random number
     generators as they were. Nothing compiled runs, and nothing is compiled."""
     modes = [(module, module.training) for module in model.modules()]
-    with untouched(model), _noise_for_zeros(model), uncompiled():
+    with untouched(model), _noise_for_zeros(model), gathered_as_before(model), uncompiled():
         model.eval()
         try:
             yield

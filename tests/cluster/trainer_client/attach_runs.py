@@ -491,11 +491,12 @@ def autocast(run: Run) -> None:
 
 @loop
 def fsdp2(run: Run) -> None:
+    """The root is resharded too, as verl has it."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in run.model.model.layers:
         fully_shard(layer)
-    fully_shard(run.model)
+    fully_shard(run.model, reshard_after_forward=True)
     for _ in range(3):
         run.step()
         run.compare(is_mean=True)
