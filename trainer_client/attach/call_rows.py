@@ -18,6 +18,7 @@ from core_attention.host_copies import on_device, on_host
 from trainer_client.turns.manifests import (
     lengths_between,
     lengths_of_documents,
+    numbered_lengths,
     padded_lengths,
 )
 
@@ -40,7 +41,8 @@ class CallRows:
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> CallRows:
         """Read a call's arguments: documents begin where ``position_ids`` restart at 0, or where
-        ``cu_seq_lens_q`` says; else each row of the batch is one.
+        ``cu_seq_lens_q`` or the numbers of a mask say (``1 1 2 2 2 0``); else each row of the batch
+        is one.
 
         Raises:
             ManifestError: they do not say where documents begin, or contradict one another.
@@ -54,10 +56,12 @@ class CallRows:
             return cls([], shape, None)
         mask, positions = _mask_of(named, shape), named.get("position_ids")
         if mask is not None:
-            lengths = padded_lengths(mask)
-            _check_positions(positions, mask)
-            rows = mask.flatten().nonzero().squeeze(1)
-            return cls(lengths, shape, on_device(rows, given.device))
+            lengths = padded_lengths(mask.bool()) if mask.max() == 1 else numbered_lengths(mask)
+            found = cls(
+                lengths, shape, on_device(mask.flatten().nonzero().squeeze(1), given.device)
+            )
+            _check_positions(positions, mask, found.positions(mask.device)[0])
+            return found
         if (cumulative := named.get("cu_seq_lens_q")) is not None:
             lengths = lengths_between(cumulative)
         elif positions is not None:
@@ -112,7 +116,7 @@ class CallRows:
 
 
 def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the tokens that count, on the host; None if all do."""
+    """Return the mask on the host, 0 where padding is; None if it tells nothing."""
     mask = named.get("attention_mask")
     if not isinstance(mask, torch.Tensor):
         # None, or those that the model has made for kinds of layers, which look at them.
@@ -122,18 +126,20 @@ def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor |
             f"attention_mask is {tuple(mask.shape)}, and documents are read from masks {shape}, "
             "[batch, tokens]: leave it out, or mark documents by position_ids that restart at 0"
         )
-    seen = on_host(mask).bool()
-    return None if bool(seen.all()) else seen
+    told = on_host(mask).long()
+    return None if bool((told == 1).all()) else told
 
 
-def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
-    """Check that positions count a padded row's tokens, as its mask does."""
+def _check_positions(
+    positions: torch.Tensor | None, mask: torch.Tensor, counted: torch.Tensor
+) -> None:
+    """Check that positions count each document's tokens, as its mask does."""
     if positions is None:
         return
-    counted = mask.cumsum(1) - 1
-    told = on_host(positions).expand(mask.shape)
-    if positions.dim() > 2 or not torch.equal(told[mask], counted[mask]):
+    if positions.dim() > 2 or not torch.equal(
+        on_host(positions).expand(mask.shape)[mask != 0], counted
+    ):
         raise ManifestError(
-            "attention_mask has padding, and position_ids do not count each row's tokens from 0: "
-            "leave one of the two out"
+            "attention_mask has padding or numbers, and position_ids do not count each document's "
+            "tokens from 0: leave one of the two out"
         )

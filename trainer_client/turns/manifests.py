@@ -74,6 +74,19 @@ def lengths_between(cumulative: torch.Tensor) -> list[int]:
     return lengths
 
 
+def numbered_lengths(mask: torch.Tensor) -> list[int]:
+    """Tokens of each document of a batch whose mask numbers them.
+
+    Args:
+        mask: ``[batch, tokens]`` integers on the host, such as ``1 1 2 2 2 0``; 0 is padding.
+    """
+    begins = torch.ones_like(mask, dtype=torch.bool)
+    begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
+    documents = begins.flatten().cumsum(0)[mask.flatten() != 0]
+    lengths: list[int] = documents.unique_consecutive(return_counts=True)[1].tolist()
+    return lengths
+
+
 def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
     """Tokens of each document.
 

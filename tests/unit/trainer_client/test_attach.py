@@ -141,6 +141,7 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch: pytest.Monkey
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])}, [2, 4, 2, 4]),
         ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [1] * 6])}, [3, 6]),
         ({"attention_mask": torch.ones(2, 6)}, [6, 6]),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2, 0], [1] * 6])}, [2, 3, 6]),
         ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 4, 6])}, [4, 2]),
     ],
 )
@@ -158,6 +159,10 @@ def test_documents_are_read_from_a_call(named: dict[str, Any], lengths: list[int
         {"position_ids": torch.arange(6).expand(3, 2, 6)},
         {
             "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
+            "position_ids": torch.arange(6)[None],
+        },
+        {
+            "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 0], [1] * 6]),
             "position_ids": torch.arange(6)[None],
         },
     ],
