@@ -3,7 +3,7 @@
 #   make demo     train with core attention on attention nodes, then in place, both verified
 #   make check    the inner loop: lint and tests/unit; two minutes
 #   make test     tests/unit and tests/service
-#   make test-cluster  tests/cluster: test-training, test-faults and test-frameworks
+#   make test-cluster  tests/cluster: test-training, test-faults, test-frameworks and test-others
 #   make test-training  whole models and jobs, pipelines and loops of libraries
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types, floors
@@ -29,6 +29,7 @@
 #   make check-wheels  looks for wheels of all pinned packages: ARCHITECTURE=aarch64
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 9 minutes
+#   make test-others  scripts and loops of TRL, accelerate, Lightning, verl and DeepSpeed, unchanged; 15 minutes
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, fifty random schedules, a million malformed inputs, larger models; hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
@@ -59,7 +60,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
+.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -105,11 +106,11 @@ test-unit: $(INSTALLED)
 test: planners
 	@$(BIN)/python -m pytest tests/unit tests/service --numprocesses=3 --dist=loadscope $(PYTEST)
 
-test-cluster: test-training test-faults test-frameworks
+test-cluster: test-training test-faults test-frameworks test-others
 
 test-training: planners
 	@$(BIN)/python -m pytest tests/cluster --ignore=tests/cluster/chaos --ignore=tests/cluster/security \
-	  --ignore=tests/cluster/frameworks --numprocesses=2 --dist=loadscope $(PYTEST)
+	  --ignore=tests/cluster/frameworks --ignore=tests/cluster/others --numprocesses=2 --dist=loadscope $(PYTEST)
 
 # One at a time: a job that loses processes to another test says nothing.
 test-faults: planners
@@ -119,23 +120,39 @@ test-nixl: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"
 	@$(BIN)/python -m pytest tests/nightly/nixl $(PYTEST)
 
-# An environment of its own, which sees .venv's packages: so torch stays the one that is there, and
-# what the frameworks bring does not get into the other tests.
+# Environments of their own, which see .venv's packages: so torch stays the one that is there, and
+# what they bring does not get into the other tests.
 FRAMEWORKS := .venv-frameworks
+OTHERS := .venv-others
+
+# $(1): the environment's folder.
+define beside
+	@echo "== Installing into $(1)"
+	@$(BIN)/python -m venv $(1)
+	@packages=$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
+	  && echo "import site; site.addsitedir('$$packages')" > \
+	    $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/distca.pth
+	@$(1)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(1)/constraints.txt
+endef
 
 test-frameworks: $(FRAMEWORKS)/.installed planners
 	@$(FRAMEWORKS)/bin/python -m pytest tests/cluster/frameworks $(PYTEST)
 
 $(FRAMEWORKS)/.installed: $(INSTALLED)
-	@echo "== Installing into $(FRAMEWORKS)"
-	@$(BIN)/python -m venv $(FRAMEWORKS)
-	@packages=$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
-	  && echo "import site; site.addsitedir('$$packages')" > \
-	    $$($(FRAMEWORKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/distca.pth
-	@$(FRAMEWORKS)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' \
-	  > $(FRAMEWORKS)/constraints.txt
+	$(call beside,$(FRAMEWORKS))
 	@$(FRAMEWORKS)/bin/pip install --quiet --constraint $(FRAMEWORKS)/constraints.txt \
 	  --editable ".[torchtitan,megatron]"
+	@touch $@
+
+test-others: $(OTHERS)/.installed planners
+	@$(OTHERS)/bin/python -m pytest tests/cluster/others $(PYTEST)
+
+$(OTHERS)/.installed: $(INSTALLED) tests/cluster/others/requirements.txt
+	$(call beside,$(OTHERS))
+	@$(OTHERS)/bin/pip install --quiet "setuptools>=77"
+	@$(OTHERS)/bin/pip install --quiet --no-build-isolation --constraint $(OTHERS)/constraints.txt \
+	  --requirement tests/cluster/others/requirements.txt
+	@$(OTHERS)/bin/pip install --quiet --no-deps "verl>=0.9"
 	@touch $@
 
 test-gpu: $(INSTALLED)
@@ -332,4 +349,4 @@ $(DEMO_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(OTHERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

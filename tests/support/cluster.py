@@ -171,15 +171,18 @@ class Cluster:
 
     def failures_detected(self, cause: str) -> float:
         """How many servers the control plane has counted as failed by ``cause``."""
+        return self.metric("distca_control_plane_failures_detected_total", cause=cause)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one of the control plane's metrics; 0 where it has none."""
         url = f"http://{self.control_plane.addresses['metrics']}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             families = text_string_to_metric_families(answer.read().decode())
-        name = "distca_control_plane_failures_detected_total"
         return sum(
             sample.value
             for family in families
             for sample in family.samples
-            if sample.name == name and sample.labels == {"cause": cause}
+            if sample.name == name and sample.labels == labels
         )
 
     def close(self) -> None:
