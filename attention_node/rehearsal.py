@@ -184,6 +184,9 @@ class _RehearsedRank:
             for name, rows in self._gradients.items()
         }
         self._packed: Tensors = packed
+        for rows in (*packed.values(), *self._gradients.values()):
+            # As groups of heads are put together and taken apart.
+            torch.cat([rows, rows], dim=1).chunk(2, dim=1)[0].contiguous()
         self._reply_message = torch.zeros(self._reply.nbytes, dtype=torch.uint8, device=device)
         if phase is Phase.BACKWARD:
             row_dots(packed["do"], packed["do"])

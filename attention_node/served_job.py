@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,12 +46,13 @@ class JobDescription:
     Attributes:
         job_id: from the control plane.
         verification_key: checks the tokens that ranks show; empty where no server runs.
-        n_ranks, n_layers, n_nano_batches: sizes of the job.
-        shape: heads, head dims and dtype.
+        n_ranks, n_layers, n_nano_batches: sizes of the job; a layer is a tick of the forward pass.
+        shape: heads, head dims and dtype of a tick.
         scale: multiplies q.k before softmax.
         name: what its user called it.
         checksums: messages carry one; None: those that leave their host.
         pipelining: of ranks that form pipelines; None without.
+        head_groups: ticks of one call of core attention, which a rank sends together.
     """
 
     job_id: str
@@ -64,11 +65,22 @@ class JobDescription:
     name: str
     checksums: bool | None = None
     pipelining: Pipelining | None = None
+    head_groups: int = 1
 
     def seals(self, connection: Connection) -> bool:
         """Returns whether the messages of a connection, whose handshake is over, carry a
         checksum."""
         return connection.leaves_host if self.checksums is None else self.checksums
+
+    @cached_property
+    def call_shape(self) -> AttentionShape:
+        """Heads, head dims and dtype of a call."""
+        shape, n_groups = self.shape, self.head_groups
+        return replace(
+            shape,
+            num_heads=shape.num_heads * n_groups,
+            num_heads_kv=shape.num_heads_kv * n_groups,
+        )
 
     @cached_property
     def order(self) -> TickOrder | None:
@@ -100,6 +112,7 @@ class JobDescription:
                 if opened.spec.HasField("pipelining")
                 else None
             ),
+            head_groups=opened.spec.head_groups or 1,
         )
 
 
@@ -251,7 +264,7 @@ class ServedStep:
 
     def held_bytes(self) -> Mapping[Any, list[int]]:
         """The sizes in bytes of all messages that are held at a time, by phase: of each rank and
-        nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines by
+        nano-batch those of a call, or of two where the rank may be a call ahead. In pipelines by
         slot, of each rank those of its action there."""
         if self.job.order is not None:
             return _held_by_slot(self.job.order, self.outline, self._sizes)
@@ -268,7 +281,8 @@ class ServedStep:
     def _sizes(self, rank: int, tick: Tick) -> list[int]:
         """The sizes of the messages that are held at a time of a rank's ticks such as this."""
         pair = self.messages(rank, tick)
-        return [pair.request.nbytes, pair.reply.nbytes] * (1 if pair.owes_reply else 2)
+        n_ticks = self.job.head_groups * (1 if pair.owes_reply else 2)
+        return [pair.request.nbytes, pair.reply.nbytes] * n_ticks
 
     def open_tick(self, machine: TickMachine) -> OpenTick:
         """The tensors of a tick, begun if need be."""
@@ -365,7 +379,7 @@ def _held_by_slot(
         for tick, each in ticks.items():
             for rank in each.message_bytes:
                 for slot in order.slots(rank, tick):
-                    # Of all layers of an action, one at a time.
+                    # Of all calls of an action, one at a time.
                     if (slot, rank, nano_batch) not in counted:
                         counted.add((slot, rank, nano_batch))
                         held[slot] += sizes(rank, tick)

@@ -203,7 +203,12 @@ class TickServer:
         job_id = description.job_id
         with self._lock:
             self._jobs.setdefault(job_id, description)
-            self._machine.open_job(job_id, description.n_nano_batches, description.order)
+            self._machine.open_job(
+                job_id,
+                description.n_nano_batches,
+                description.order,
+                description.head_groups,
+            )
         logger.info("job %s opened", job_id)
 
     def add_plan(

@@ -54,6 +54,10 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         n_layers: core-attention calls in one forward of the model, without those of layers with a
             window or with chunks, which are computed at home; where ranks form pipelines, in all
             stages of the rank that has most.
+        head_groups: a call is so many ticks, each with one in so many heads: the replies of one
+            travel while the next is computed. Divides ``shape.num_heads_kv``; pays where the
+            network is slow and one nano-batch at a time is computed, see ``distca plan``. 1 in
+            pipelines.
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
         cut_documents: whole packed rows are split in their middle, whatever document lies there:
@@ -103,6 +107,7 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     n_layers: int
     shape: AttentionShape
     n_nano_batches: int = 2
+    head_groups: int = 1
     cut_documents: bool = False
     pipelining: Pipelining | None = None
     tensor_parallel_ranks: Sequence[int] = ()
@@ -129,6 +134,16 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         """Core-attention calls in one forward on this rank."""
         return self.n_layers if self.pipelining is None else self.pipelining.layers_of(self.rank)
 
+    @property
+    def layer_ticks(self) -> int:
+        """Ticks of one forward in a lane, which everybody else counts as layers."""
+        return self.n_layers * self.head_groups
+
+    @property
+    def tick_shape(self) -> AttentionShape:
+        """Heads, head dims and dtype of a tick."""
+        return self.shape.share(self.head_groups)
+
     def __post_init__(self) -> None:
         for kind in (PlanRequest, IntegritySettings, ClientTls):
             kind.__post_init__(self)
@@ -145,9 +160,20 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         take_own_address(self, towards=control_planes)
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
-        self._check_range("n_layers", 1, MAX_LAYERS)
+        self._check_range("head_groups", 1, self.shape.num_heads_kv)
+        if self.shape.num_heads_kv % self.head_groups:
+            raise ValueError(
+                f"head_groups is {self.head_groups}; it must divide num_heads_kv, "
+                f"{self.shape.num_heads_kv}"
+            )
+        self._check_range("n_layers", 1, MAX_LAYERS // self.head_groups)
         self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
         if self.pipelining is not None:
+            if self.head_groups > 1:
+                raise ValueError(
+                    f"head_groups is {self.head_groups}; in pipelines, whose nano-batches may take "
+                    "turns, it is 1"
+                )
             self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
         self._check_cut_documents()
         self._check_tensor_parallel_ranks()

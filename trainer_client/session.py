@@ -197,7 +197,7 @@ class Session:
         return InPlaceServer(
             server_id,
             options.rank,
-            options.shape,
+            options.tick_shape,
             self._device,
             self._pool,
             _ServerHost(self._link, self._neighbours, server_id),
@@ -523,9 +523,10 @@ class Session:
             spec=jobs_pb2.JobSpec(
                 name=options.job,
                 n_ranks=options.n_ranks,
-                n_layers=options.n_layers,
+                n_layers=options.layer_ticks,
                 n_nano_batches=options.n_nano_batches,
-                shape=shape_to_proto(options.shape),
+                head_groups=options.head_groups,
+                shape=shape_to_proto(options.tick_shape),
                 placement=_PLACEMENTS[options.placement],
                 tolerance=options.tolerance,
                 planner=options.planner,

@@ -10,6 +10,7 @@ from typing import Generic
 from attention_node.machine.outline import Work
 from attention_node.machine.step import ServedTicks
 from attention_node.machine.turns import Place
+from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 
 
@@ -36,15 +37,17 @@ class ExpectedTick(Generic[Work]):
 class RankLane(Generic[Work]):
     """The ticks that one rank is still to send for one nano-batch, in order.
 
-    A rank sends a layer's rows when it has got those of the layer before. So a receive is posted
-    when the reply before it has left, and no memory is held for a message that cannot come yet.
-    Only a rank that is owed nothing may be a tick ahead.
+    A rank sends the ticks of a call together, when it has got the rows of the call before. So
+    receives are posted when the replies before have left, and no memory is held for a message that
+    cannot come yet. Only a rank that is owed nothing may be a call ahead.
 
     Attributes:
+        head_groups: ticks of a call.
         expected: ticks for which no receive is posted yet, by step.
         under_way: ticks whose receives are posted, or that are being served.
     """
 
+    head_groups: int = 1
     expected: deque[ExpectedTick[Work]] = field(default_factory=deque)
     under_way: dict[Tick, ExpectedTick[Work]] = field(default_factory=dict)
 
@@ -69,11 +72,20 @@ class RankLane(Generic[Work]):
         entry = self.expected[0]
         if last is not None and entry.earliest is not None and entry.earliest > last:
             return None
-        before = [other for tick, other in self.under_way.items() if tick.step <= entry.tick.step]
-        if len(before) > 1 or any(other.owes_reply for other in before):
+        call = self._call(entry.tick)
+        before = [
+            other
+            for tick, other in self.under_way.items()
+            if tick.step <= entry.tick.step and self._call(tick) != call
+        ]
+        calls = {self._call(other.tick) for other in before}
+        if len(calls) > 1 or any(other.owes_reply for other in before):
             return None
         self.under_way[entry.tick] = self.expected.popleft()
         return entry
+
+    def _call(self, tick: Tick) -> tuple[int, int, Phase]:
+        return tick.step, tick.layer // self.head_groups, tick.phase
 
     def end(self, step: Work) -> list[ExpectedTick[Work]]:
         """The rank sends nothing of ``step`` any more; returns what it was still to send."""

@@ -64,6 +64,7 @@ class _Job(Generic[Work]):
 
     Attributes:
         order: in which ranks come to their ticks, if they form pipelines.
+        head_groups: ticks of a call, which ranks send together.
         epoch: of the last recovery; plans and connections of lower epochs are void.
         steps: planned and unfinished steps, by number.
         refused: why steps cannot be served, by epoch and number.
@@ -73,6 +74,7 @@ class _Job(Generic[Work]):
     job_id: str
     n_nano_batches: int
     order: TickOrder | None = None
+    head_groups: int = 1
     epoch: int = 0
     steps: dict[int, ServedTicks[Work]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -195,15 +197,22 @@ class ServerMachine(Generic[Peer, Work]):
 
     # Jobs and plans.
 
-    def open_job(self, job_id: str, n_nano_batches: int, order: TickOrder | None = None) -> None:
+    def open_job(
+        self,
+        job_id: str,
+        n_nano_batches: int,
+        order: TickOrder | None = None,
+        head_groups: int = 1,
+    ) -> None:
         """Takes in a job that the control plane has announced. Idempotent.
 
         Args:
             job_id: the job.
             n_nano_batches: of each step.
             order: in which its ranks come to their ticks, if they form pipelines.
+            head_groups: ticks of a call.
         """
-        self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches, order))
+        self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches, order, head_groups))
 
     def close_job(self, job_id: str, reason: str) -> Instructions[Peer, Work]:
         """Forgets a job. Idempotent."""
@@ -319,7 +328,7 @@ class ServerMachine(Generic[Peer, Work]):
             )
         # A rank may hear of a recovery before this server does.
         out = self._recover(job, epoch)
-        lanes: list[RankLane[Work]] = [RankLane() for _ in range(job.n_nano_batches)]
+        lanes: list[RankLane[Work]] = [RankLane(job.head_groups) for _ in range(job.n_nano_batches)]
         connected = self._ranks[peer] = _ServedRank(job, rank, first_step, epoch, lanes)
         self._lost_ranks.pop((job_id, rank), None)
         out += self.abandon(job_id, rank, first_step)

@@ -41,9 +41,9 @@ class JobSpec:
     Attributes:
         name: of the job; one open job has it at a time.
         n_ranks: data-parallel ranks.
-        n_layers: attention calls in one forward of the model.
+        n_layers: ticks of one forward in a lane.
         n_nano_batches: of every rank, in every step.
-        shape: heads, head dims and dtype.
+        shape: heads, head dims and dtype of a tick.
         placement: which servers serve it.
         options: tolerance and cuts.
         planner: name of the planner; empty for the default.
@@ -51,6 +51,7 @@ class JobSpec:
         checksums: messages carry one; None: those that leave their host.
         transport: what moves the rows, for example ``"ucxx"``; empty if the ranks do not say.
         pipelining: of ranks that form pipelines; None without.
+        head_groups: ticks of one attention call.
     """
 
     name: str
@@ -65,6 +66,7 @@ class JobSpec:
     checksums: bool | None = None
     transport: str = ""
     pipelining: Pipelining | None = None
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
         checked_id("name", self.name)
@@ -72,6 +74,7 @@ class JobSpec:
             ("n_ranks", MAX_RANKS),
             ("n_layers", MAX_LAYERS),
             ("n_nano_batches", MAX_NANO_BATCHES),
+            ("head_groups", self.n_layers),
         ):
             value = getattr(self, field_name)
             if not 1 <= value <= highest:

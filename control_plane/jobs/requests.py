@@ -134,6 +134,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         checksums=message.checksums if message.HasField("checksums") else None,
         transport=message.transport,
         pipelining=pipelining,
+        head_groups=message.head_groups or 1,
     )
 
 
@@ -153,6 +154,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
         pipelining=pipelining_to_proto(spec.pipelining) if spec.pipelining else None,
+        head_groups=spec.head_groups,
     )
     if spec.checksums is not None:
         message.checksums = spec.checksums

@@ -37,7 +37,7 @@ LOSS_CAUSE_CORRUPT_RESULT: LossCause
 LOSS_CAUSE_OWN_SERVER: LossCause
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport", "pipelining")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport", "pipelining", "head_groups")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class JobSpec(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PIPELINING_FIELD_NUMBER: _ClassVar[int]
+    HEAD_GROUPS_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -66,7 +67,8 @@ class JobSpec(_message.Message):
     checksums: bool
     transport: str
     pipelining: Pipelining
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ..., pipelining: _Optional[_Union[Pipelining, _Mapping]] = ...) -> None: ...
+    head_groups: int
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ..., pipelining: _Optional[_Union[Pipelining, _Mapping]] = ..., head_groups: _Optional[int] = ...) -> None: ...
 
 class Pipelining(_message.Message):
     __slots__ = ("schedule_name", "schedule_csv", "pipeline_ranks", "layers", "forward_seconds", "backward_seconds")

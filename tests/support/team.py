@@ -110,7 +110,8 @@ class Team:
         self._threads = [ThreadPoolExecutor(1) for _ in range(n_ranks)]
         self._step = 0
         self._device = torch.device(options.get("device", "cpu"))
-        keep_profile(cluster.folder, shape, str(self._device))
+        tick_shape = shape.share(options.get("head_groups", 1))
+        keep_profile(cluster.folder, tick_shape, str(self._device))
         job = f"test-{next(_names)}"
         settings: dict[str, Any] = {
             "data_host": "127.0.0.1",

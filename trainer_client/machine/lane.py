@@ -2,7 +2,7 @@
 
 A rank that shares a document with this one may have to replay a tick that is complete here; then
 this rank sends its part again. How far behind they can be follows from causal attention (see
-``docs/fault_tolerance.md``): in the backward pass one tick; in the forward pass any number, but
+``docs/fault_tolerance.md``): in the backward pass one call; in the forward pass any number, but
 only until the first backward tick is complete here, since that one needs theirs. A rank that shares
 no document keeps nothing of complete ticks.
 
@@ -66,7 +66,7 @@ class LaneMachine:
         calls: its calls of core attention.
         n_ticks: how many ticks a lane of the job has.
         end: the place behind the last tick that servers expect of this one.
-        kept_forward_ticks: of how many complete forward ticks the inputs are kept, the latest; None
+        kept_forward_ticks: of how many complete forward calls the inputs are kept, the latest; None
             for all of them.
 
     Attributes:
@@ -153,12 +153,14 @@ class LaneMachine:
             self.complete_ticks += 1
         if not self.outline.is_shared:
             return self._forget([done])
+        n_groups = self.calls.head_groups
         if done.tick.phase is Phase.BACKWARD:
-            return self._forget(self._complete_before(done.index))
+            # Others sent it when the call before was complete, though not all of this one.
+            return self._forget(self._complete_before(done.index - done.index % n_groups))
         # Its own queries are answered: if others replay it, any will do in their place.
         if self._kept_forward_ticks is None:
             return [ForgetQueries(done.tick)]
-        end = done.index - self._kept_forward_ticks + 1
+        end = done.index - self._kept_forward_ticks * n_groups + 1
         return [ForgetQueries(done.tick), *self._forget(self._complete_before(end))]
 
     def leave(self) -> list[LetGo]:

@@ -20,13 +20,21 @@ class LaneCalls:
         n_layers: calls in one forward.
         first_layer: what the first of them is called: not 0 on ranks of a pipeline that have fewer
             layers than others.
+        head_groups: ticks of a call; 1 if ``first_layer`` is not 0.
         forward_only: the step has no backward pass, whatever needs gradients.
     """
 
     def __init__(
-        self, where: str, n_layers: int, *, forward_only: bool, first_layer: int = 0
+        self,
+        where: str,
+        n_layers: int,
+        *,
+        forward_only: bool,
+        first_layer: int = 0,
+        head_groups: int = 1,
     ) -> None:
         self.n_layers = n_layers
+        self.head_groups = head_groups
         self.first_layer = first_layer
         self._where = where
         self._forward_only = forward_only
@@ -54,7 +62,7 @@ class LaneCalls:
             return self._stopped_at
         if self.forward_calls < self.n_layers:
             return None
-        return self.first_layer + self.n_layers + self.expected_backward_calls
+        return self.first_layer + self.head_groups * (self.n_layers + self.expected_backward_calls)
 
     @property
     def expected_backward_calls(self) -> int:

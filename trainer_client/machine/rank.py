@@ -55,8 +55,10 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     back.
 
     Args:
-        n_layers, n_nano_batches: of the job.
+        n_layers: calls in one forward.
+        n_nano_batches: of the job.
         own_layers: of this rank; fewer where ranks of a pipeline have unequally many.
+        head_groups: ticks of a call.
         recovery_timeout_seconds: how long a step may be without a plan.
         kept_forward_ticks: see :class:`trainer_client.machine.lane.LaneMachine`.
 
@@ -72,11 +74,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         *,
         recovery_timeout_seconds: float,
         own_layers: int | None = None,
+        head_groups: int = 1,
         kept_forward_ticks: int | None = None,
     ) -> None:
         self.epoch = 0
         self.next_step = 0
         self._n_layers = n_layers
+        self._head_groups = head_groups
         self._own_layers = n_layers if own_layers is None else own_layers
         self._n_nano_batches = n_nano_batches
         self._recovery_timeout_seconds = recovery_timeout_seconds
@@ -256,7 +260,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         begun.running = StepMachine(
             number,
             lanes,
-            n_layers=self._n_layers,
+            n_layers=self._n_layers * self._head_groups,
             patience_seconds=self._recovery_timeout_seconds,
             now=now,
         )
@@ -271,12 +275,14 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             self._own_layers,
             forward_only=forward_only,
             first_layer=self._n_layers - self._own_layers,
+            head_groups=self._head_groups,
         )
+        end = self._n_layers + (0 if forward_only else self._own_layers)
         return LaneMachine(
             outline,
             calls,
-            n_ticks=self._n_layers * (1 if forward_only else 2),
-            end=self._n_layers + (0 if forward_only else self._own_layers),
+            n_ticks=self._n_layers * self._head_groups * (1 if forward_only else 2),
+            end=end * self._head_groups,
             kept_forward_ticks=self._kept_forward_ticks,
         )
 

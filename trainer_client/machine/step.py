@@ -40,7 +40,7 @@ class StepMachine(Generic[Plan, Cause]):
     Args:
         step: its number.
         lanes: its nano-batches.
-        n_layers: of the job.
+        n_layers: ticks of a forward pass.
         patience_seconds: how long it may be without a plan.
         now: when it begins.
 

@@ -2,12 +2,16 @@
 
 Each phase has two halves. ``send_*`` packs one request per server and returns at once;
 ``collect_*`` waits for the replies and puts the rows back in their places. Between them the trainer
-computes something else: with ping-pong, the other nano-batch.
+computes something else: with ping-pong, the other nano-batch. A call is a tick, or one for each
+group of heads, all sent before the first is collected: replies of one travel while servers compute
+the next.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,21 +54,14 @@ class AttentionCall:
         self._running = running
         self._layer = layer
         self._nano_batch = nano_batch
-        self._sent: SentTick | None = None
+        self._sent: list[SentTick] = []
         self._phases_sent: set[Phase] = set()
         running.calls.add(self)
 
     def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends q ``[rows, heads, head_dim]``, k and v ``[rows, heads_kv, head_dim]``, packed
         rows of this rank's nano-batch."""
-        shape, n_rows = self._running.job.shape, q.shape[0]
-        # Other threads write to them, which may not be done to tensors of inference mode.
-        with torch.inference_mode(False):
-            outputs = {
-                "o": q.new_empty((n_rows, shape.num_heads, shape.head_dim_v)),
-                "lse": q.new_empty((n_rows, shape.num_heads), dtype=torch.float32),
-            }
-        self._send(Phase.FORWARD, {"q": q, "k": k, "v": v}, outputs)
+        self._send(Phase.FORWARD, {"q": q, "k": k, "v": v})
 
     def collect_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits for o ``[rows, heads, head_dim_v]`` and lse ``[rows, heads]`` float32."""
@@ -73,7 +70,7 @@ class AttentionCall:
 
     def send_backward(self, inputs: Tensors) -> None:
         """Sends q, k, v, do, lse and delta, by packed row."""
-        self._send(Phase.BACKWARD, inputs, {"dq": torch.empty_like(inputs["q"])})
+        self._send(Phase.BACKWARD, inputs)
 
     def collect_backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Waits for dq, dk and dv, in the dtype of q.
@@ -99,9 +96,9 @@ class AttentionCall:
             untyped: Any = torch.autograd.Variable
             untyped._execution_engine.queue_callback(running.on_complete)
 
-    def _send(self, phase: Phase, inputs: Tensors, outputs: Tensors) -> None:
-        running = self._running
-        tick = Tick(running.step, self._layer, self._nano_batch, phase)
+    def _send(self, phase: Phase, inputs: Tensors) -> None:
+        running, n_groups = self._running, self._running.job.head_groups
+        tick = Tick(running.step, self._layer * n_groups, self._nano_batch, phase)
         if phase is Phase.BACKWARD and running.forward_only:
             raise CoreAttentionFailed(
                 f"{tick}: the step was submitted as forward-only; submit it with "
@@ -115,23 +112,58 @@ class AttentionCall:
         if phase is Phase.BACKWARD:
             running.backward_call(self._nano_batch, self._layer)
         self._phases_sent.add(phase)
-        begin = time.perf_counter()
         carried = self._taken_over.rows if self._taken_over is not None else {}
-        self._sent = running.ticks.send(
-            running, tick, inputs, outputs, carried, copies_keys=self._copies_keys
-        )
-        running.spent("send", tick, begin)
+        # As the lane goes.
+        for group in range(n_groups)[:: 1 if phase is Phase.FORWARD else -1]:
+            begin, of_group = time.perf_counter(), replace(tick, layer=tick.layer + group)
+            sent = running.ticks.send(
+                running,
+                of_group,
+                _heads(inputs, group, n_groups),
+                self._outputs(phase, inputs["q"]),
+                _heads(carried, group, n_groups),
+                copies_keys=self._copies_keys,
+            )
+            self._sent.append(sent)
+            running.spent("send", of_group, begin)
+
+    def _outputs(self, phase: Phase, q: torch.Tensor) -> Tensors:
+        shape, n_rows = self._running.job.shape, len(q)
+        # Other threads write to them, which may not be done to tensors of inference mode.
+        with torch.inference_mode(False):
+            if phase is Phase.BACKWARD:
+                return {"dq": q.new_empty((n_rows, shape.num_heads, shape.head_dim))}
+            return {
+                "o": q.new_empty((n_rows, shape.num_heads, shape.head_dim_v)),
+                "lse": q.new_empty((n_rows, shape.num_heads), dtype=torch.float32),
+            }
 
     def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
-        sent, self._sent = self._sent, None
-        if sent is None or sent.tick.phase is not phase:
+        ticks, self._sent = self._sent, []
+        if not ticks or ticks[0].tick.phase is not phase:
             raise CoreAttentionFailed(
                 f"nano-batch {self._nano_batch} layer {self._layer}: {phase} collected before it "
                 "was sent; run backward once, in the step's own block"
             )
-        begin = time.perf_counter()
-        try:
-            self._running.ticks.wait(self._running, sent)
-        finally:
-            self._running.spent("wait", sent.tick, begin)
-        return sent.hand_out()
+        for sent in ticks:
+            begin = time.perf_counter()
+            try:
+                self._running.ticks.wait(self._running, sent)
+            finally:
+                self._running.spent("wait", sent.tick, begin)
+        ticks.sort(key=lambda sent: sent.tick)
+        outputs, gradients = zip(*(sent.hand_out() for sent in ticks), strict=True)
+        return _all_heads(outputs), _all_heads(gradients)
+
+
+def _heads(tensors: Tensors, group: int, n_groups: int) -> Tensors:
+    """The heads of one of so many equal groups."""
+    if n_groups == 1:
+        return tensors
+    return {name: rows.chunk(n_groups, dim=1)[group] for name, rows in tensors.items()}
+
+
+def _all_heads(groups: Sequence[Tensors]) -> Tensors:
+    if len(groups) == 1:
+        return groups[0]
+    return {name: torch.cat([group[name] for group in groups], dim=1) for name in groups[0]}

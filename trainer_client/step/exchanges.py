@@ -127,9 +127,9 @@ class Routes:
         return range(n_layers - own, n_layers)
 
     def _sizes(self, tick: Tick) -> list[int]:
-        """The sizes of the messages of a tick of this rank that are held at a time: a reply is
+        """The sizes of the messages of a call of this rank that are held at a time: a reply is
         received when its request has gone."""
-        return [
+        return self._job.head_groups * [
             max(exchange.request.nbytes, exchange.reply.nbytes)
             for exchange in self.of(tick)
             if exchange.server_id != self._own_server_id

@@ -127,7 +127,7 @@ def _served(
     lane = require_own_lane()
     running, nano_batch = lane.running, lane.nano_batch
     job = running.job
-    check_qkv(q, k, v, job.shape, running.n_rows(nano_batch))
+    check_qkv(q, k, v, job.call_shape, running.n_rows(nano_batch))
     _check_served("softcap", softcap, job.shape.softcap)
     _check_served("scale", scale, job.scale)
     needs_backward = _needs_backward(q, k, v)

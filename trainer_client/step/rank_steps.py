@@ -134,6 +134,7 @@ class RankSteps:
             options.n_nano_batches,
             recovery_timeout_seconds=options.recovery_timeout_seconds,
             own_layers=options.own_layers,
+            head_groups=options.head_groups,
             kept_forward_ticks=options.kept_forward_ticks,
         )
         self.lock = threading.Condition()
@@ -636,7 +637,7 @@ class RankSteps:
             running.step,
             jobs_pb2.StepWaiting(
                 nano_batch=sent.tick.nano_batch,
-                tick=sent.tick.lane_index(self._options.n_layers),
+                tick=sent.tick.lane_index(self._options.layer_ticks),
                 sent_ticks=sent_ticks,
                 needed_ranks=needed,
             ),

@@ -333,10 +333,11 @@ class RunningStep:
         for nano_batch in range(self.job.n_nano_batches if plan else 0):
             calls = self.machine.lanes[nano_batch].calls
             backward = calls.expected_backward_calls
-            for phase, layers in ((Phase.FORWARD, calls.n_layers), (Phase.BACKWARD, backward)):
-                if not layers:
+            for phase, n_calls in ((Phase.FORWARD, calls.n_layers), (Phase.BACKWARD, backward)):
+                if not n_calls:
                     continue
                 assert plan is not None
+                layers = n_calls * calls.head_groups
                 last_layer = calls.first_layer if phase is Phase.BACKWARD else self.job.n_layers - 1
                 last = Tick(self.step, last_layer, nano_batch, phase)
                 for exchange in plan.of(last):

@@ -58,8 +58,8 @@ class SentTick:
                 held.get()
 
     def rows(self) -> Tensors:
-        """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
-        once nobody can ask for them again. On a GPU, for the current stream."""
+        """The inputs as routes count them: behind the rows of k and v lie those carried over; each
+        contiguous. Empty once nobody can ask for them again. On a GPU, for the current stream."""
         held, over = self.inputs, self.carried
         if held is None:
             return {}
@@ -67,11 +67,14 @@ class SentTick:
         # Read after the inputs, which another thread may be replacing.
         if self.written is not None:
             torch.cuda.current_stream(inputs["k"].device).wait_event(self.written)
-        if carried and not self._joined:
+        if not self._joined:
             # Kept until the replies are taken in: the in-place server reads them on a stream that
             # the allocator knows nothing of.
-            self._joined = {name: torch.cat([inputs[name], carried[name]]) for name in carried}
-        return {**inputs, **self._joined}
+            self._joined = {
+                name: torch.cat([rows, carried[name]]) if name in carried else rows.contiguous()
+                for name, rows in inputs.items()
+            }
+        return {name: self._joined[name] for name in inputs}
 
     def hand_out(self) -> tuple[Tensors, Tensors]:
         """The outputs and gradients of the complete tick, which it keeps no longer."""
@@ -98,7 +101,7 @@ class SentTick:
             keys = {name: inputs[name] for name in ("k", "v")}
             copied = Unwritten(self.tick, keys, copy=self.copies_keys)
             self.written = record_event(keys["k"].device)
-            self.inputs = copied
+            self.inputs, self._joined = copied, {}
 
     def forget_inputs(self) -> None:
         """Keeps none of them."""

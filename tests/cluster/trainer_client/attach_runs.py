@@ -625,6 +625,7 @@ NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]
 
 def main() -> None:
     dist.init_process_group("gloo")
+    SETTINGS["head_groups"] = int(os.environ.get("HEAD_GROUPS", "1"))
     names = sys.argv[1:] or list(LOOPS)
     for name in names:
         for turns in (1, 2) if "TURNS" in os.environ and name in IN_TURNS else (1,):

@@ -24,10 +24,11 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("placement", "n_ranks"), [("in-place", 2), ("mixed", 2), ("in-place", 4), ("pool", 2)]
+    ("placement", "n_ranks", "head_groups"),
+    [("in-place", 2, 1), ("mixed", 2, 2), ("in-place", 4, 1), ("pool", 2, 2)],
 )
 def test_loops_train_as_with_local_attention(
-    tmp_path: Path, two_nodes: Cluster, placement: str, n_ranks: int
+    tmp_path: Path, two_nodes: Cluster, placement: str, n_ranks: int, head_groups: int
 ) -> None:
     nodes = [process.popen.pid for process in two_nodes.processes if "node" in process.name]
     finished = run_loops(
@@ -35,6 +36,7 @@ def test_loops_train_as_with_local_attention(
         n_ranks,
         DISTCA_CONTROL_PLANE=two_nodes.address,
         DISTCA_PLACEMENT=placement,
+        HEAD_GROUPS=str(head_groups),
         **({"TURNS": "2"} if (placement, n_ranks) in (("in-place", 2), ("pool", 2)) else {}),
         # A node ends for good: the last run has it.
         NODES=" ".join(map(str, nodes[:1])) if placement == "pool" else "",
@@ -49,7 +51,9 @@ def run_loops(
     profiles = folder / ".cache" / "distca"
     profiles.mkdir(parents=True)
     for dtype in ("float32", "bfloat16"):
-        keep_profile(profiles, replace(NODE_SHAPE, dtype=dtype))
+        shape = replace(NODE_SHAPE, dtype=dtype)
+        keep_profile(profiles, shape)
+        keep_profile(profiles, shape.share(2))
     return subprocess.run(
         [
             sys.executable,

@@ -135,7 +135,9 @@ class Model:
         self.delivered = lru_cache(maxsize=None)(self._delivered)
         self.ranks: Cores[ModelRank] = Cores(setting, *setting.ticks.values())
         self.servers: Cores[ModelServer] = Cores(*setting.ticks.values())
-        self.new_server = self.servers.core(ModelServer(setting.n_lanes))
+        self.new_server = self.servers.core(
+            ModelServer(setting.n_lanes, head_groups=setting.head_groups)
+        )
 
     def first_state(self) -> State:
         """Everybody knows the plans of all steps and nothing has been sent."""

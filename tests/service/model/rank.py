@@ -103,7 +103,10 @@ class ModelRank:
         self.setting = setting
         self.rank = rank
         self.machine: RankMachine[str, Plan, None] = RankMachine(
-            setting.n_layers, setting.n_lanes, recovery_timeout_seconds=math.inf
+            setting.n_layers // setting.head_groups,
+            setting.n_lanes,
+            head_groups=setting.head_groups,
+            recovery_timeout_seconds=math.inf,
         )
         self.place = 0
         self.step = -1
@@ -282,10 +285,12 @@ class ModelRank:
             calls = running.lanes[lane].calls
             if which.lane_index(self.setting.n_layers) < running.lanes[lane].begun_ticks:
                 continue
-            if which.phase is Phase.FORWARD:
+            if tick % self.setting.head_groups:
+                pass
+            elif which.phase is Phase.FORWARD:
                 calls.forward(needs_backward=True)
             else:
-                calls.backward(which.layer)
+                calls.backward(which.layer // self.setting.head_groups)
             self.kept.add((lane, tick))
             if send := running.begin(which):
                 self._follow([send])

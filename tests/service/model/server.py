@@ -76,6 +76,7 @@ class ModelServer:
         n_lanes: of the job.
         limit_bytes: most memory for messages; None for no limit.
         order: in which ranks come to their ticks, if they form pipelines.
+        head_groups: ticks of a call.
 
     Attributes:
         connected: the connections that are open.
@@ -88,7 +89,11 @@ class ModelServer:
     """
 
     def __init__(
-        self, n_lanes: int, limit_bytes: int | None = None, order: TickOrder | None = None
+        self,
+        n_lanes: int,
+        limit_bytes: int | None = None,
+        order: TickOrder | None = None,
+        head_groups: int = 1,
     ) -> None:
         self.machine: ServerMachine[Peer, Hashable] = ServerMachine("server", limit_bytes)
         self.connected: set[Peer] = set()
@@ -98,7 +103,7 @@ class ModelServer:
         self.gone: set[Gone] = set()
         self.replies: list[Reply] = []
         self.sources: dict[TickMachine, tuple[Hashable, dict[int, Peer | None]]] = {}
-        self.machine.open_job(JOB, n_lanes, order)
+        self.machine.open_job(JOB, n_lanes, order, head_groups)
 
     def carry_out(self, due: Instructions[Peer, Hashable]) -> None:
         """Does what the machine says."""

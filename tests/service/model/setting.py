@@ -58,6 +58,7 @@ class Setting:
     Attributes:
         documents: of every step.
         n_ranks, n_servers, n_layers, n_lanes, n_steps: sizes.
+        head_groups: ticks of a call; ``n_layers`` counts them.
         crashes: how often a pool server may die; it may come back.
         cuts: how often a rank may lose a pool server that lives.
         restarts: how often the control plane may die.
@@ -70,6 +71,7 @@ class Setting:
     n_ranks: int = 2
     n_servers: int = 2
     n_layers: int = 1
+    head_groups: int = 1
     n_lanes: int = 1
     n_steps: int = 1
     crashes: int = 0
@@ -106,12 +108,13 @@ class Setting:
         for _ in range(self.n_steps):
             for lanes in (range(self.n_lanes), range(self.n_lanes - 1, -1, -1)):
                 for lane in lanes:
-                    begun[lane] += 1
-                for layer in range(self.n_layers):
+                    begun[lane] += self.head_groups
+                for layer in range(0, self.n_layers, self.head_groups):
                     for lane in lanes:
-                        collect(lane)
-                        if layer < self.n_layers - 1:
-                            begun[lane] += 1
+                        for _ in range(self.head_groups):
+                            collect(lane)
+                        if layer < self.n_layers - self.head_groups:
+                            begun[lane] += self.head_groups
         places.append(tuple(zip(complete, begun, strict=True)))
         return tuple(places)
 

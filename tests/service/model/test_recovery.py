@@ -43,6 +43,7 @@ SETTINGS = {
     "a server dies, another is cut off": replace(PAIR, crashes=1, cuts=1),
     "two layers": replace(PAIR, n_layers=2, crashes=1),
     "two layers in two lanes": replace(LANES, n_layers=2, crashes=1),
+    "groups of heads": replace(PAIR, n_layers=4, head_groups=2, crashes=1),
     "heads and tails": replace(CROSSED, n_layers=2, crashes=1),
     "three ranks of one document": replace(TRIPLE, crashes=1),
     "the control plane dies": replace(PAIR, restarts=1),
@@ -72,6 +73,18 @@ def breaking(owner: Any, name: str, instead: Any) -> Break:
 
 
 MISTAKES: dict[str, tuple[Setting, Break]] = {
+    "only a tick is kept of a call": (
+        replace(PAIR, n_layers=2, head_groups=2, crashes=1),
+        breaking(
+            LaneMachine,
+            "_complete_before",
+            lambda self, end: [
+                begun
+                for begun in self
+                if begun.is_complete and begun.index < self.complete_ticks - 1
+            ],
+        ),
+    ),
     "the last complete inputs are not kept": (
         replace(PAIR, crashes=1),
         breaking(

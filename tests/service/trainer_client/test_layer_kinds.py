@@ -62,18 +62,29 @@ def test_a_document_over_all_ranks_is_cut_at_chunks(
         team.check(spanning(2, 800))
 
 
-def test_a_softcap_is_applied_by_servers_and_audited(pool_of_four: Cluster) -> None:
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_a_softcap_is_applied_by_servers_and_audited(
+    pool_of_four: Cluster, head_groups: int
+) -> None:
     shape = replace(make_shape(), softcap=1.5)
     with Team(
         pool_of_four,
         2,
         shape,
+        head_groups=head_groups,
         layers=[Layer(), Layer(window=WINDOW)],
         placement="mixed",
         audit_rate=1.0,
     ) as team:
         team.check(AROUND_THE_WINDOW)
-    with Team(pool_of_four, 2, shape, layers=[Layer(sinks=True)], placement="pool") as team:
+    with Team(
+        pool_of_four,
+        2,
+        shape,
+        head_groups=head_groups,
+        layers=[Layer(sinks=True)],
+        placement="pool",
+    ) as team:
         team.check(spanning(2, 601))
 
 

@@ -62,6 +62,7 @@ def test_paths_devices_and_numbers_may_be_of_kindred_types() -> None:
         ({"checksums": "0"}, r"checksums is '0'; it must be True or False"),
         ({"check_results": "no"}, r"check_results is 'no'; it must be True or False"),
         ({"device": "cpux"}, r"device is 'cpux'; give cpu or cuda:INDEX"),
+        ({"head_groups": 3}, r"head_groups is 3; "),
     ],
 )
 def test_what_is_wrong_is_named_with_its_value(given: dict[str, Any], said: str) -> None:

@@ -73,12 +73,17 @@ def test_the_products_own_planner_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_heads", "num_heads_kv"), [(2, 2), (4, 1), (8, 1), (8, 2)])
-def test_head_groups_and_dtypes_match_the_reference(
-    pool_of_four: Cluster, num_heads: int, num_heads_kv: int, dtype: str
+@pytest.mark.parametrize(
+    ("num_heads", "num_heads_kv", "head_groups"),
+    [(2, 2, 1), (4, 1, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (4, 4, 4)],
+)
+def test_shared_keys_head_groups_and_dtypes_match_the_reference(
+    pool_of_four: Cluster, num_heads: int, num_heads_kv: int, head_groups: int, dtype: str
 ) -> None:
     shape = make_shape(num_heads, num_heads_kv, dtype)
-    with Team(pool_of_four, 2, shape, placement="mixed") as team:
+    with Team(
+        pool_of_four, 2, shape, n_layers=2, placement="mixed", head_groups=head_groups
+    ) as team:
         team.check(lengths(([130, 1], [64]), ([33], [129, 2])))
         team.check(spanning(2, 301))
         team.check(in_halves(2, 301))

@@ -114,8 +114,18 @@ def recoveries(result: StepResult) -> list[int]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("layer", "phase"),
-    [(0, Phase.FORWARD), (2, Phase.FORWARD), (2, Phase.BACKWARD), (0, Phase.BACKWARD)],
+    ("layer", "phase", "head_groups"),
+    [
+        (0, Phase.FORWARD, 1),
+        (2, Phase.FORWARD, 1),
+        (2, Phase.BACKWARD, 1),
+        (0, Phase.BACKWARD, 1),
+        # The first and the second tick of the call in the middle.
+        (2, Phase.FORWARD, 2),
+        (3, Phase.FORWARD, 2),
+        (3, Phase.BACKWARD, 2),
+        (2, Phase.BACKWARD, 2),
+    ],
 )
 @pytest.mark.parametrize("manifests", [spanning(3), cut(3)], ids=["spanning", "cut"])
 def test_a_killed_server_costs_no_step(
@@ -125,8 +135,11 @@ def test_a_killed_server_costs_no_step(
     rank: int,
     layer: int,
     phase: Phase,
+    head_groups: int,
 ) -> None:
-    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
+    with Team(
+        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", head_groups=head_groups
+    ) as team:
         team.check(manifests)
         kill_at(monkeypatch, [nodes_of(servers)[0]], rank=rank, layer=layer, phase=phase, step=1)
         result = team.check(manifests, seed=1)

@@ -30,10 +30,10 @@ def first_tick(step: int = 0) -> Tick:
     return next(iter(outline_of(step).lanes[0]))
 
 
-def machine_with(*ranks: str, limit_bytes: int | None = None) -> Machine:
+def machine_with(*ranks: str, limit_bytes: int | None = None, head_groups: int = 1) -> Machine:
     """A server with a job to which these ranks have connected."""
     machine: Machine = ServerMachine("server", limit_bytes)
-    machine.open_job("job", 1)
+    machine.open_job("job", 1, head_groups=head_groups)
     for number, rank in enumerate(ranks):
         machine.connect("job", rank, number, 0, 0)
     return machine
@@ -51,6 +51,20 @@ def test_memory_is_set_aside_before_receives_are_posted() -> None:
         instructions.ReserveMemory("step 0, epoch 0"),
         instructions.PostReceive("a", "step 0, epoch 0", first_tick()),
         instructions.PostReceive("b", "step 0, epoch 0", first_tick()),
+    ]
+
+
+def test_receives_of_a_call_are_posted_together_behind_the_replies_of_the_one_before() -> None:
+    machine = machine_with("a", head_groups=2)
+    handle, outline = "step 0, epoch 0", outline_of(0)
+    assert machine.wants_plan("job", 0, 0)
+    lane = dict.fromkeys(ticks_of_lane(0, 0, 4, backward=False), outline.lanes[0][first_tick()])
+    ticks = list(lane)
+    due = machine.step_planned("job", handle, StepOutline(0, 0, 4, {0: lane}))
+    assert due[1:] == [instructions.PostReceive("a", handle, tick) for tick in ticks[:2]]
+    assert machine.answered("a", ticks[1]) == []
+    assert machine.answered("a", ticks[0]) == [
+        instructions.PostReceive("a", handle, tick) for tick in ticks[2:]
     ]
 
 

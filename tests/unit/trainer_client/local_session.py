@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_node.served_job import JobDescription
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.step_lane import place_of, placed
@@ -46,13 +47,21 @@ class LocalSession:
         self.closed_with: str | None = None
         self.lock = threading.Condition()
         self._machine: RankMachine[Any, Any, Any] = RankMachine(
-            options.n_layers, options.n_nano_batches, recovery_timeout_seconds=1.0
+            options.n_layers,
+            options.n_nano_batches,
+            head_groups=options.head_groups,
+            recovery_timeout_seconds=1.0,
         )
-        self._job: Any = SimpleNamespace(
+        self._job = JobDescription(
+            job_id="job",
+            verification_key=b"",
+            n_ranks=1,
+            n_layers=options.layer_ticks,
             n_nano_batches=options.n_nano_batches,
-            n_layers=options.n_layers,
-            shape=options.shape,
+            shape=options.tick_shape,
             scale=options.scale,
+            name="job",
+            head_groups=options.head_groups,
         )
         self._forward_only: dict[int, bool] = {}
         self._manifests: dict[int, RankManifest] = {}
@@ -174,7 +183,7 @@ class LocalSession:
         inputs = sent.rows()
         is_forward = sent.tick.phase is Phase.FORWARD
         if not is_forward:
-            sent.gradients = sent.zero_gradients(self.options.shape)
+            sent.gradients = sent.zero_gradients(self._job.shape)
         for row, _, length in running.segments(sent.tick.nano_batch):
             rows = slice(row, row + length)
             q, k, v = (inputs[name][rows].detach().clone() for name in ("q", "k", "v"))

@@ -87,6 +87,14 @@ def test_halves_of_rows_take_turns(loop: str, monkeypatch: pytest.MonkeyPatch) -
     assert {0, 1} <= session.nano_batches
 
 
+@pytest.mark.parametrize("loop", ["plain", "dropped", "checkpoints", "lora"])
+def test_calls_of_several_ticks_train_as_with_local_attention(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SETTINGS, "head_groups", 2)
+    LOOPS[loop](Run())
+
+
 def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

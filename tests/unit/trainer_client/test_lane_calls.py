@@ -35,6 +35,12 @@ def test_a_lane_ends_with_the_lowest_layer_that_needs_gradients(
     assert calls(*needs_backward, forward_only=True).end == 3
 
 
+def test_a_call_of_several_ticks_is_one_call() -> None:
+    lane = LaneCalls("", 3, forward_only=False, head_groups=2)
+    assert [lane.forward(needed) for needed in (False, True, True)] == [0, 1, 2]
+    assert lane.end == 2 * (3 + 2)
+
+
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_too_few_calls(made: int) -> None:
     lane = calls(*[True] * made)
