@@ -3,7 +3,8 @@
 It is the same in a pool server and in a trainer's in-place server. Sources arrive from any thread;
 whenever the device is free, the executor takes the ready parts of all ticks of all jobs in the
 order in which they became ready and runs as many as fit one call. A source that is late holds up
-only the tasks that need it.
+only the tasks that need it. Parts that only the rank in its own process waits for come last, the
+shortest first, and one at a time while others' are to come: their replies have a way to go.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -136,6 +137,7 @@ class Executor:
         self.kernel_seconds = 0.0
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[tuple[OpenTick, int]] = deque()
+        self._own: deque[tuple[OpenTick, int]] = deque()
         # Since when the thread has been at work without finishing a kernel call.
         self._at_work_since: float | None = None
         self._waiting, self._running, self._resting = (_Stopwatch(level) for level in (0, 0, 1))
@@ -148,7 +150,11 @@ class Executor:
     def queued_parts(self) -> int:
         """Parts that are ready and not yet run, and sources that came during a call and may make
         more of them ready."""
-        return len(self._ready) + self._events.qsize()
+        return self._n_ready + self._events.qsize()
+
+    @property
+    def _n_ready(self) -> int:
+        return len(self._ready) + len(self._own)
 
     @property
     def queued_part_seconds(self) -> float:
@@ -219,7 +225,7 @@ class Executor:
         stream = torch.cuda.Stream(self.device, HIGH_PRIORITY) if on_gpu else None
         with torch.no_grad(), torch.cuda.stream(stream):
             while self._take_events():
-                if self._ready:
+                if self._n_ready:
                     self._run_batch(self._take_batch())
                     self._at_work_since = time.monotonic()
 
@@ -245,7 +251,7 @@ class Executor:
 
     def _take_events(self) -> bool:
         """Handles all waiting events, blocking only if nothing is ready; False at the end."""
-        block = not self._ready
+        block = not self._n_ready
         while True:
             if block:
                 self._at_work_since = None
@@ -258,7 +264,7 @@ class Executor:
             if event is None:
                 return False
             event()
-            block = block and not self._ready
+            block = block and not self._n_ready
 
     def _arrive(self, tick: OpenTick, rank: int, source: Source, arrived: float) -> None:
         try:
@@ -269,30 +275,35 @@ class Executor:
             source.release()
             return
         ready = tick.arrive(rank, source)
-        self._ready.extend((tick, index) for index in ready)
+        parts = tick.route.parts
+        self._ready.extend((tick, index) for index in ready if not parts[index].is_own)
+        own = sorted((i for i in ready if parts[i].is_own), key=lambda i: parts[i].qk_pairs)
+        self._own.extend((tick, index) for index in own)
         now = time.perf_counter()
-        self._waiting.set(len(self._ready), now)
+        self._waiting.set(self._n_ready, now)
         # A source that came during a kernel call has waited for this thread already.
         self._waiting.add(len(ready) * (now - arrived))
 
     def _take_batch(self) -> list[tuple[OpenTick, int]]:
         """The oldest ready part and those behind it that one kernel call can run with it."""
-        oldest = self._ready[0][0]
-        kind = _call_kind(oldest)
+        queue, most_pairs = self._ready or self._own, self._fuse_qk_pairs
+        if queue is self._own and any(tick.awaits_others for tick in _distinct_ticks(queue)):
+            most_pairs = 1
+        kind = _call_kind(queue[0][0])
         batch: list[tuple[OpenTick, int]] = []
-        left: deque[tuple[OpenTick, int]] = deque()
+        left: list[tuple[OpenTick, int]] = []
         qk_pairs = 0
-        while self._ready:
-            tick, index = self._ready.popleft()
+        while queue:
+            tick, index = queue.popleft()
             if tick.closed:
                 continue
-            if qk_pairs < self._fuse_qk_pairs and _call_kind(tick) == kind:
+            if qk_pairs < most_pairs and _call_kind(tick) == kind:
                 batch.append((tick, index))
                 qk_pairs += tick.route.parts[index].qk_pairs
             else:
                 left.append((tick, index))
-        self._ready = left
-        self._waiting.set(len(left), time.perf_counter())
+        queue.extend(left)
+        self._waiting.set(self._n_ready, time.perf_counter())
         return batch
 
     def _run_batch(self, batch: list[tuple[OpenTick, int]]) -> None:
@@ -358,7 +369,7 @@ def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, float]:
     return tick.tick.phase, tick.shape, tick.scale
 
 
-def _distinct_ticks(batch: list[tuple[OpenTick, int]]) -> list[OpenTick]:
+def _distinct_ticks(batch: Iterable[tuple[OpenTick, int]]) -> list[OpenTick]:
     return list({id(tick): tick for tick, _ in batch}.values())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -112,6 +113,11 @@ class OpenTick:
         self._assemble(rank, source)
         self._reply(self.machine.last_replies())
         return ready
+
+    @property
+    def awaits_others(self) -> bool:
+        """Returns whether parts that other ranks wait for have not run."""
+        return any(not self.route.parts[index].is_own for index in self.machine.undone)
 
     def forward_part(self, index: int) -> ForwardPart:
         """The kernel's view of a ready part, forward."""
@@ -254,8 +260,12 @@ def _rows(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
 
 def _sum_rows(terms: list[tuple[torch.Tensor, RowCopy]], out: torch.Tensor) -> None:
     """Writes the float32 sum of ``terms`` to ``out``, rounding once if ``out`` is narrower."""
-    if len(terms) == 1 and terms[0][1] == RowCopy(0, 0, out.shape[0]):
-        out.copy_(terms[0][0].narrow(0, 0, out.shape[0]))
+    ends = [0, *accumulate(copy.length for _, copy in terms)]
+    if [*(copy.target_row for _, copy in terms), out.shape[0]] == ends:
+        for gradient, copy in terms:
+            _rows(out, copy.target_row, copy.length).copy_(
+                _rows(gradient, copy.source_row, copy.length)
+            )
         return
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     total.zero_()

@@ -15,7 +15,7 @@ import torch
 from attention_node.machine.outline import StepOutline, TickOutline
 from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick
-from attention_node.tick_route import NOTHING, TickRoute, derive_tick_route
+from attention_node.tick_route import NOTHING, OWN_FLOPS, TickRoute, derive_tick_route
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.first_ticks import FirstTicks
@@ -342,11 +342,16 @@ class ServedStep:
                     phase,
                     self._local_rank,
                     self._first.documents(nano_batch, stretch),
+                    self._own_pairs(phase),
                 )
                 if stretch >= 0
                 else NOTHING
             )
         return self._routes[key]
+
+    def _own_pairs(self, phase: Phase) -> int:
+        pair_flops = self.job.shape.qk_flops(1, backward=phase is Phase.BACKWARD)
+        return max(1, int(OWN_FLOPS[self._device.type] // pair_flops))
 
     def _outline(self, tick: Tick) -> TickOutline:
         key = self._key(tick)

@@ -8,6 +8,10 @@ Results therefore have the same bits whatever order messages arrive in.
 
 Keys of a document whose needed rows lie in one piece in its source's tensor are read there. Only a
 document that spans ranks (or lies in several pieces) has its keys copied together.
+
+What only the rank in the server's own process waits for is cut into parts of milliseconds, since
+other ranks' rows may come meanwhile: forward anywhere, backward between documents, whose gradients
+have no row in common. So parts follow from the plan alone, and sums have the bits of one part.
 """
 
 from __future__ import annotations
@@ -39,6 +43,13 @@ from core_attention.routing import PairRoute, derive_routes
 ASSEMBLED = -1
 """A number in place of a rank: the key tensor that the server assembles from several pieces."""
 
+OWN_FLOPS = {"cpu": 2.5e8, "cuda": 2.5e12}
+"""Work of a part that only the own rank waits for, by device type: 5 ms of an H200. A shorter call
+would not fill it."""
+
+_CUT_ROWS = 128
+"""Tasks are cut at multiples of it: kernels compute so many rows at a time."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -51,6 +62,7 @@ class Part:
         tasks: row ranges in the tensors of those sources.
         qk_pairs: query-key pairs of all tasks, the measure of work.
         n_dk_rows: rows of the part's own dK and dV.
+        is_own: only the rank in the server's own process waits for it.
     """
 
     q_source: int
@@ -59,6 +71,7 @@ class Part:
     tasks: TaskBatch
     qk_pairs: int
     n_dk_rows: int
+    is_own: bool
 
     @cached_property
     def query_rows(self) -> int:
@@ -158,6 +171,7 @@ def derive_tick_route(
     phase: Phase,
     local_rank: int | None,
     documents: BoolArray | None = None,
+    own_pairs: int | None = None,
 ) -> TickRoute:
     """The route of ``server`` for a (nano-batch, phase).
 
@@ -169,6 +183,7 @@ def derive_tick_route(
         local_rank: the rank in whose process the server runs; its tensors are used where they
             are, by packed row, instead of by place in a message.
         documents: ``[n_documents]`` which documents take part; None for all.
+        own_pairs: query-key pairs of a part that only the local rank waits for; None for no limit.
     """
     tasks = plan.tasks(phase)
     routes = derive_routes(plan.manifest, tasks, nano_batch, documents)
@@ -177,13 +192,21 @@ def derive_tick_route(
         return NOTHING
     keys = _document_keys(pairs, local_rank, plan.manifest.n_documents)
     chosen = _chosen_tasks(pairs, tasks, tasks.k_end(plan.manifest), keys, local_rank)
+    if own_pairs is not None and local_rank is not None and phase is Phase.FORWARD:
+        chosen = _cut(chosen, local_rank, tasks.mask, own_pairs)
     assembled_begin, n_assembled_rows = _assembled_begin(chosen, plan.manifest.n_documents)
     parts, spans = [], []
     for group, needs in _groups(chosen, keys, list(pairs)):
-        k_row = assembled_begin if chosen.k_source[group[0]] == ASSEMBLED else keys.begin
-        part, its = _part(chosen.at(group), needs, k_row, tasks.mask)
-        parts.append(part)
-        spans.append(its)
+        of_group = chosen.at(group)
+        k_row = assembled_begin if of_group.k_source[0] == ASSEMBLED else keys.begin
+        is_own = local_rank == of_group.q_source[0].item() and (
+            phase is Phase.FORWARD or needs == {local_rank}
+        )
+        most_pairs = own_pairs if is_own else None
+        for some in _slices(of_group, tasks.mask, phase, most_pairs):
+            part, its = _part(some, needs, k_row, tasks.mask, is_own=is_own)
+            parts.append(part)
+            spans.append(its)
     return TickRoute(
         pairs=pairs,
         parts=tuple(parts),
@@ -330,6 +353,33 @@ def _groups(
     return [(group, needs[which[group[0]]]) for group in groups]
 
 
+def _cut(chosen: _Tasks, local_rank: int, mask: MaskKind, most_pairs: int) -> _Tasks:
+    """The tasks, those of the local rank cut into such of about ``most_pairs`` at most, each with
+    all keys that its queries see."""
+    wanted = -(-qk_pairs(chosen.q_length, chosen.k_end, mask) // most_pairs)
+    wanted = np.where(chosen.q_source == local_rank, wanted, 1)
+    step = -(-chosen.q_length // (wanted * _CUT_ROWS)) * _CUT_ROWS
+    n_cuts = -(-chosen.q_length // step)
+    task = np.repeat(np.arange(len(step)), n_cuts)
+    whole, begin = chosen.at(task), runs_to_rows(np.zeros_like(n_cuts), n_cuts) * step[task]
+    end = np.minimum(begin + step[task], whole.q_length)
+    unseen = whole.q_length - end if mask is MaskKind.CAUSAL else 0
+    return whole._replace(
+        q_row=whole.q_row + begin, q_length=end - begin, k_end=whole.k_end - unseen
+    )
+
+
+def _slices(tasks: _Tasks, mask: MaskKind, phase: Phase, most_pairs: int | None) -> list[_Tasks]:
+    """Runs of tasks that begin every ``most_pairs`` query-key pairs; all in one if that is None."""
+    if most_pairs is None:
+        return [tasks]
+    before = exclusive_cumsum(qk_pairs(tasks.q_length, tasks.k_end, mask))
+    if phase is Phase.BACKWARD:
+        before = before[np.searchsorted(tasks.document, tasks.document)]
+    bounds = group_bounds((before // most_pairs,))
+    return [tasks.at(np.arange(begin, end)) for begin, end in pairwise(bounds.tolist())]
+
+
 def _assembled_begin(chosen: _Tasks, n_documents: int) -> tuple[Int64Array, int]:
     """``[n_documents]`` where the keys of each document that is assembled begin, -1 of others; and
     the rows in all."""
@@ -340,7 +390,7 @@ def _assembled_begin(chosen: _Tasks, n_documents: int) -> tuple[Int64Array, int]
 
 
 def _part(
-    tasks: _Tasks, needs: frozenset[int], k_row: Int64Array, mask: MaskKind
+    tasks: _Tasks, needs: frozenset[int], k_row: Int64Array, mask: MaskKind, *, is_own: bool
 ) -> tuple[Part, _Spans]:
     """The part of some tasks, and where their documents lie in its dK.
 
@@ -349,6 +399,7 @@ def _part(
         needs: ranks to wait for.
         k_row: ``[n_documents]`` the row of position 0 of each in the key source's tensor.
         mask: of the job.
+        is_own: see :class:`Part`.
     """
     documents, which = np.unique(tasks.document, return_inverse=True)
     extent = np.zeros(len(documents), dtype=np.int64)
@@ -368,6 +419,7 @@ def _part(
         tasks=batch,
         qk_pairs=int(qk_pairs(tasks.q_length, tasks.k_end, mask).sum()),
         n_dk_rows=int(extent.sum()),
+        is_own=is_own,
     )
     return part, _Spans(documents, dk_row, extent)
 

@@ -190,6 +190,34 @@ def test_a_thread_that_waits_holds_no_tensors(
     assert not tick.closed
 
 
+def test_other_ranks_parts_come_before_own_ones_and_between_them(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    manifests = [
+        RankManifest.from_lengths(0, 0, [[10, 20, 30]]),
+        RankManifest.from_lengths(0, 1, [[7]]),
+    ]
+    plan = make_plan(
+        manifests,
+        TaskTable(*np.array([[0, 1, 2, 3], [0] * 4, [10, 20, 30, 7], [0] * 4])),
+        local_rank=0,
+    )
+    route = derive_tick_route(plan, 0, 0, Phase.BACKWARD, 0, own_pairs=50)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, Phase.BACKWARD, lambda tick: None)
+    own, other = (
+        make_source(route, rank, ranks[rank], Phase.BACKWARD, local=rank == 0) for rank in range(2)
+    )
+    executor.arrive(tick, 0, own)
+    assert kernel.entered.wait(WAIT_SECONDS)
+    executor.arrive(tick, 1, other)
+    kernel.gate.set()
+    eventually(lambda: tick.closed)
+    # While the other's rows were to come, one at a time; then all that are left.
+    assert [(call.tasks, call.qk_pairs) for call in calls] == [(1, 55), (1, 28), (2, 210 + 465)]
+    assert [len(rank.replies) for rank in ranks] == [1, 1]
+
+
 def test_phases_do_not_share_a_call(
     executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
 ) -> None:

@@ -119,6 +119,38 @@ def test_local_tensors_and_messages_give_equal_bits(local: int | None, phase: Ph
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("phase", list(Phase))
+def test_own_parts_of_limited_work_give_equal_bits(phase: Phase) -> None:
+    """Two documents of rank 0, one in three tasks, and one of rank 1, whose last queries rank 0's
+    server computes."""
+    manifests = [RankManifest.from_lengths(0, 0, [[500, 300]])]
+    manifests.append(RankManifest.from_lengths(0, 1, [[100]]))
+    tasks = TaskTable(
+        document=np.array([0, 0, 0, 1, 2, 2]),
+        q_begin=np.array([0, 130, 290, 0, 0, 40]),
+        q_end=np.array([130, 290, 500, 300, 40, 100]),
+        server=np.array([0, 0, 0, 0, 1, 0]),
+    )
+    plan = make_plan(manifests, tasks, n_servers=2, local_rank=0)
+    results = []
+    for own_pairs in (None, 20_000):
+        route = derive_tick_route(plan, 0, 0, phase, 0, own_pairs=own_pairs)
+        n_own = sum(part.is_own for part in route.parts)
+        # Backward, a document's tasks stay together, however many they are.
+        assert n_own == (1 if own_pairs is None else {Phase.FORWARD: 6, Phase.BACKWARD: 2}[phase])
+        assert [part.q_source for part in route.parts if not part.is_own] == [1]
+        ranks, _ = make_documents(plan.manifest)
+        run_tick(route, ranks, [0, 1], phase, local=0)
+        results.append([rank.replies[0] for rank in ranks])
+    for first, second in zip(*results, strict=True):
+        for name, rows in first.items():
+            if phase is Phase.BACKWARD:
+                assert torch.equal(rows, second[name])
+            else:
+                # Cut elsewhere, products of matrices of other sizes are rounded otherwise.
+                torch.testing.assert_close(rows, second[name], rtol=1e-6, atol=1e-6)
+
+
 def test_a_late_source_holds_up_only_the_tasks_that_need_it() -> None:
     plan = make_plan(SPANNING, SPANNING_TASKS)
     route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
