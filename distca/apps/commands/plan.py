@@ -46,8 +46,9 @@ def plan(
         unused_remedies,
     )
     from distca.apps.preview.output import Preview, wrong_input_ends
-    from distca.apps.preview.sections import plan_sections
+    from distca.apps.preview.sections import overlap_section, plan_sections
     from distca.apps.simulator.offline import judge_batches, plan_batch
+    from distca.apps.simulator.overlap import exposed_shares
     from distca.contract.settings import Placement
 
     def draw() -> Figure:
@@ -65,11 +66,15 @@ def plan(
             plan_batch(setup, batch, method, fleet.placement, fleet.pool_servers)
             for batch in batches
         ]
+        sections = plan_sections(planned, preview_notes(planner, setup, lengths, estimated))
+        if fleet.placement is Placement.IN_PLACE:
+            shares = exposed_shares(setup, batches, method)
+            sections.append(overlap_section(["all batches"], [shares]))
         remedies = unused_remedies(planner, fleet.placement is not Placement.POOL)
         preview = Preview(
             title=f"{setup.model.name} on {fleet.ranks} ranks of {cluster.tensor_parallel} GPUs, "
             f"{setup.tokens_per_rank} tokens a rank, {fleet.placement} servers",
-            sections=plan_sections(planned, preview_notes(planner, setup, lengths, estimated)),
+            sections=sections,
             verdicts=[judge_batches(planned, remedies)],
             draw=draw,
         )

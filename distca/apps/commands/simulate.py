@@ -71,8 +71,9 @@ def simulate(
         unused_remedies,
     )
     from distca.apps.preview.output import Preview, wrong_input_ends
-    from distca.apps.preview.sections import comparison_section, schedule_section
+    from distca.apps.preview.sections import comparison_section, overlap_section, schedule_section
     from distca.apps.simulator.offline import compare_batches
+    from distca.apps.simulator.overlap import exposed_shares
     from distca.apps.simulator.schedules import compare_schedules, judge_schedules
     from distca.apps.simulator.verdict import judge_sizes
 
@@ -81,7 +82,7 @@ def simulate(
 
         return draw_comparisons(comparisons, preview.title)
 
-    comparisons, schedules = [], []
+    comparisons, schedules, shares = [], [], []
     check_can_write_all(output.png, output.html)
     with wrong_input_ends():
         check_pipeline_options(job.stages, job.schedules, job.in_flight)
@@ -92,7 +93,9 @@ def simulate(
             batches, estimated = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
             method = build_method(planner, setup)
             comparisons.append(compare_batches(setup, batches, method))
-            if job.stages > 1:
+            if job.stages == 1:
+                shares.append(exposed_shares(setup, batches, method))
+            else:
                 orders, left_out = build_orders(job.schedules, setup)
                 schedules.append(
                     compare_schedules(setup, batches, method, orders, job.in_flight, left_out)
@@ -105,6 +108,7 @@ def simulate(
             f"{cluster.tensor_parallel} GPUs, {job.stages} stages, {job.microbatches} microbatches",
             sections=[
                 comparison_section("Numbers of GPUs", columns, comparisons, notes),
+                *([overlap_section(columns, shares)] if shares else []),
                 *map(schedule_section, schedules),
             ],
             verdicts=[judge_schedules(compared, remedies) for compared in schedules]

@@ -165,15 +165,16 @@ def preview_notes(
 def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
     if planner.nano_batches == 1:
         return (
-            "One nano-batch: nothing is computed while messages travel. --nano-batches 2 hides "
-            "them, but halves the tokens that a rank holds in a tick."
+            "One nano-batch: steps as if nothing were computed while messages travel; ways to hide "
+            "them are below. --nano-batches 2 hides them, but halves the tokens that a rank holds "
+            "in a tick."
         )
     half = tokens_per_rank // 2
     where = "ranks, or in both nano-batches" if planner.cut_documents else "ranks"
     return (
         f"Two nano-batches (ping-pong): in a tick a rank holds {half} of its {tokens_per_rank} "
         f"tokens, so a longer document lies on several {where}. --nano-batches 1 shows the other "
-        "case, in which nothing hides communication."
+        "case, as if nothing hid communication."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from core_attention.ca_task import Phase
 from distca.apps.simulator.comparison import BASELINES, Comparison
 from distca.apps.simulator.disaggregated import DisaggregatedStep
 from distca.apps.simulator.offline import OfflineBatch, what_bounds
+from distca.apps.simulator.overlap import Way, head_groups_that_pay
 from distca.apps.simulator.schedules import EVEN, IDLE_AWARE, ScheduleComparison, ScheduleTimes
 from distca.apps.simulator.traffic import server_endpoints
 
@@ -43,6 +44,12 @@ _METHODS = (
     "they come. re-packing: whole documents arranged so that ranks take equal time. "
     "WLB-ideal-like: the best of re-packing and sharing each document among ranks (context "
     "parallelism), which waits for its gather. CAD: this project."
+)
+
+_WAYS = (
+    "Share of the step that messages add. One lane: a rank computes one nano-batch at a time, as "
+    "attached models do. Remote first: servers compute other ranks' tasks before their own, as "
+    "they do; own tasks first is for comparison. head_groups: an option of the job."
 )
 
 CAD = "CAD"
@@ -80,6 +87,15 @@ def comparison_section(
     }
     rows = [(name, *(value(c) for c in comparisons)) for name, value in values.items()]
     return PageSection(title, (*notes, _METHODS), ("", *columns), [*more, *rows])
+
+
+def overlap_section(
+    columns: Sequence[str], shares: Sequence[Mapping[Way | str, float]]
+) -> PageSection:
+    """What each way of hiding messages leaves exposed, and which head_groups pay, in columns."""
+    rows = [(str(way), *(f"{each[way]:.1%}" for each in shares)) for way in shares[0]]
+    pay = ("head_groups that pay in one lane", *(str(head_groups_that_pay(s)) for s in shares))
+    return PageSection("Ways to hide messages", (_WAYS,), ("", *columns), [*rows, pay])
 
 
 def _relative(name: str) -> Column:

@@ -14,14 +14,14 @@ import numpy as np
 
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
-from core_attention.ca_task import Phase
+from core_attention.ca_task import Phase, home_segment
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan, level_seconds
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 from core_attention.schedule_orders import Order, same_phase
 from distca.apps.simulator.fleet import build_servers
-from distca.apps.simulator.packing import pack_in_order, take_steps
+from distca.apps.simulator.packing import as_trained, pack_in_order, take_steps
 from distca.apps.simulator.ping_pong import (
     NanoBatchTimes,
     PortTransfer,
@@ -134,11 +134,13 @@ class SlotWork:
     Attributes:
         linear_seconds: ``[n_endpoints]``.
         attention_seconds: ``[n_endpoints]``.
+        own_seconds: ``[n_endpoints]`` of them, of a rank's own tasks.
         request, reply: the messages of all ticks.
     """
 
     linear_seconds: Float64Array
     attention_seconds: Float64Array
+    own_seconds: Float64Array
     request: Messages
     reply: Messages
 
@@ -147,6 +149,7 @@ class SlotWork:
         return SlotWork(
             self.linear_seconds / parts,
             self.attention_seconds / parts,
+            self.own_seconds / parts,
             self.request.divided(parts),
             self.reply.divided(parts),
         )
@@ -156,17 +159,23 @@ class SlotWork:
         return SlotWork(
             self.linear_seconds + other.linear_seconds,
             self.attention_seconds + other.attention_seconds,
+            self.own_seconds + other.own_seconds,
             join(self.request, other.request),
             join(self.reply, other.reply),
         )
 
 
 def attention_seconds(
-    plan: Plan, profile: CostProfile, phase: Phase, nano_batch: int
+    plan: Plan, profile: CostProfile, phase: Phase, nano_batch: int, *, own: bool = False
 ) -> Float64Array:
-    """``[n_servers]`` busy seconds of one layer under the plan's tasks, ``profile`` on each."""
+    """``[n_servers]`` busy seconds of one layer under the plan's tasks, ``profile`` on each; or of
+    them those of the server's ``own`` rank."""
     tasks = plan.tasks(phase)
     chosen = plan.manifest.document_nano_batch[tasks.document] == nano_batch
+    if own:
+        home = plan.manifest.segment_rank[home_segment(plan.manifest, tasks)]
+        ranks = [-1 if s.in_place_rank is None else s.in_place_rank for s in plan.servers]
+        chosen &= home == np.array(ranks)[tasks.server]
     begin, end = tasks.q_begin[chosen], tasks.q_end[chosen]
     busy = np.zeros(len(plan.servers))
     np.add.at(busy, tasks.server[chosen], profile.seconds(end - begin, end, phase))
@@ -178,18 +187,20 @@ def linear_work(rank_seconds: Float64Array, n_endpoints: int) -> SlotWork:
     linear = np.zeros(n_endpoints)
     linear[: len(rank_seconds)] = rank_seconds
     nothing = Messages.none(n_endpoints)
-    return SlotWork(linear, np.zeros(n_endpoints), nothing, nothing)
+    idle = np.zeros(n_endpoints)
+    return SlotWork(linear, idle, idle, nothing, nothing)
 
 
 def planned_work(setup: Setup, plan: Plan, phase: Phase, nano_batch: int) -> SlotWork:
     """The attention and messages of one nano-batch in one layer."""
     size = count_endpoints(plan)
-    attention = np.zeros(size)
-    attention[server_endpoints(plan)] = attention_seconds(
-        plan, setup.rank_profile, phase, nano_batch
-    )
+    attention, own = np.zeros((2, size))
+    for seconds, is_own in ((attention, False), (own, True)):
+        seconds[server_endpoints(plan)] = attention_seconds(
+            plan, setup.rank_profile, phase, nano_batch, own=is_own
+        )
     messages = exchange(plan, setup.model.attention_shape, phase, nano_batch)
-    return SlotWork(np.zeros(size), attention, messages.request, messages.reply)
+    return SlotWork(np.zeros(size), attention, own, messages.request, messages.reply)
 
 
 def nano_batch_times(setup: Setup, work: SlotWork) -> NanoBatchTimes:
@@ -238,6 +249,26 @@ def plan_works(setup: Setup, plan: Plan, phase: Phase) -> list[SlotWork]:
         )
         for k in range(plan.manifest.n_nano_batches)
     ]
+
+
+def plan_lengths(
+    setup: Setup,
+    lengths: Int64Array,
+    method: Method,
+    placement: Placement = Placement.IN_PLACE,
+    n_pool_servers: int = 0,
+) -> tuple[Plan, dict[Phase, list[SlotWork]]]:
+    """The plan of one batch of ``setup.step_tokens`` tokens, without pipeline stages, and by phase
+    the work of each nano-batch of a layer under it."""
+    n_ranks, tokens = setup.cluster.n_ranks, setup.tokens_per_rank
+    trained = as_trained(lengths, n_ranks, tokens, method.n_parts)
+    plan = method.planner(
+        method.pack(trained, n_ranks, tokens, method.n_nano_batches),
+        build_servers(setup.cluster, setup.rank_profile, placement, n_pool_servers),
+        setup.model.attention_shape,
+        planning_options(setup, method),
+    )
+    return plan, {phase: plan_works(setup, plan, phase) for phase in Phase}
 
 
 def disaggregated_step(

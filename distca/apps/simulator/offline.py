@@ -17,11 +17,9 @@ from distca.apps.simulator.disaggregated import (
     SlotWork,
     attention_seconds,
     disaggregated_step,
-    plan_works,
-    planning_options,
+    plan_lengths,
     tick_time,
 )
-from distca.apps.simulator.fleet import build_servers
 from distca.apps.simulator.packing import as_trained
 from distca.apps.simulator.repacking import bins_in_order
 from distca.apps.simulator.setup import Setup
@@ -83,12 +81,7 @@ def plan_batch(
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
     lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_parts)
-    manifest = method.pack(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
-    servers = build_servers(setup.cluster, profile, placement, n_pool_servers)
-    plan = method.planner(
-        manifest, servers, setup.model.attention_shape, planning_options(setup, method)
-    )
-    works = {phase: plan_works(setup, plan, phase) for phase in Phase}
+    plan, works = plan_lengths(setup, lengths, method, placement, n_pool_servers)
     before = bins_in_order(lengths, ranks, setup.tokens_per_rank, profile)
     after = [
         attention_seconds(plan, profile, phase, k)
@@ -102,7 +95,7 @@ def plan_batch(
         before_seconds=before.forward_seconds + before.backward_seconds,
         after_seconds=np.sum(after, axis=0),
         moved_bytes=_moved_bytes(setup, plan),
-        comparison=compare(setup, lengths, _step(setup, works), len(servers)),
+        comparison=compare(setup, lengths, _step(setup, works), len(plan.servers)),
     )
 
 

@@ -115,7 +115,7 @@ def _longest_path(nano_batches: tuple[NanoBatchTimes, ...], order: list[tuple[st
             else (times.attention_seconds, times.reply)
         )
         compute = np.maximum(compute, arrived[k]) + seconds
-        arrived[k] = _deliver(transfer, compute, out_free, in_free)
+        arrived[k] = deliver(transfer, compute, out_free, in_free)
     return float(max(compute.max(), in_free.max()))
 
 
@@ -134,7 +134,7 @@ def _instant(transfer: PortTransfer) -> PortTransfer:
     return replace(transfer, out_seconds=nothing, in_seconds=nothing)
 
 
-def _deliver(
+def deliver(
     transfer: PortTransfer, ready: Float64Array, out_free: Float64Array, in_free: Float64Array
 ) -> Float64Array:
     """Sends what is ``ready`` at its sources; moves ``out_free`` and ``in_free`` on.

@@ -95,7 +95,8 @@ def test_figures_and_page_are_written_and_need_nothing_else(tmp_path: Path) -> N
     assert "Verdict" not in html or "CAD" in html
     assert "<script src" not in html
     assert "<link" not in html
-    assert html.count("<tbody>") == 2
+    assert html.count("<tbody>") == 3
+    assert "head_groups that pay" in html
 
 
 def test_missing_drawing_packages_are_named(

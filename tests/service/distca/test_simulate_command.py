@@ -37,6 +37,7 @@ def test_all_methods_are_compared() -> None:
         assert name in output
     assert "16 GPUs" in output
     assert "32 GPUs" in output
+    assert "head_groups that pay" in output
     assert "Verdict:" in output
 
 
