@@ -26,7 +26,8 @@ class CoordinatorSettings:
 
     Attributes:
         retained_steps: planned steps of a job that are kept for late readers, 64 or more.
-        max_pending_steps: steps of a job that may wait for manifests at a time.
+        max_pending_steps: steps of a job that may wait for manifests at a time; also those that
+            ranks have run at home while the control plane was away.
         max_ranks_per_identity: without mTLS, of all together.
         max_manifest_bytes_per_identity: of manifests that are kept for its jobs and of what they
             become; finished steps are forgotten before any is refused.
@@ -69,7 +70,7 @@ class CoordinatorSettings:
         rich_help_panel=_SECURITY,
     )
     retained_steps: int = 64
-    max_pending_steps: int = 64
+    max_pending_steps: int = 1024
     max_queued_events: int = 256
     broken_stream_seconds: float = default_seconds("broken_stream_seconds")
     lost_rank_seconds: float = default_seconds("lost_rank_seconds")

@@ -133,6 +133,10 @@ class TrainerTable(Table):
         *_RANK,
         buckets=(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
     )
+    steps_at_home_total = counter(
+        "Steps of which the rank computed core attention itself, since the control plane was away.",
+        *_RANK,
+    )
     stale_results_total = counter("Late results of an earlier epoch that were dropped.", *_RANK)
     audited_tasks_total = counter(
         "CA-tasks recomputed at home, by what that showed.", *_RANK, Label("result", AUDIT_RESULTS)
@@ -188,6 +192,10 @@ class TrainerMetrics:
         """A step's plan is here, ``seconds`` after it was wanted."""
         self._series.plan_wait_seconds.observe(seconds)
         self._series.at(part="plan").step_part_seconds_total.inc(seconds)
+
+    def step_at_home(self) -> None:
+        """The rank computes what is left of a step itself."""
+        self._series.steps_at_home_total.inc()
 
     def step_ended(
         self,

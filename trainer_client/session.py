@@ -48,7 +48,7 @@ from trainer_client.step.examiner import Examiner
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
 from trainer_client.step.neighbours import Neighbours
-from trainer_client.step.rank_steps import RankSteps
+from trainer_client.step.rank_steps import WAITING_SECONDS, RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
 from trainer_client.step.step_report import StepReport, lengths
@@ -387,7 +387,7 @@ class Session:
         planned = wait(self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
         self._metrics.plan_waited_for(plan_wait_seconds)
-        self._last_step = planned.plan.step
+        self._last_step = max(self._last_step, planned.plan.step)
         self._handed_in = {number for number in self._handed_in if number > self._last_step}
         running = self._running = self._steps.begin(planned)
         running.plan_wait_seconds = plan_wait_seconds
@@ -578,9 +578,15 @@ class Session:
 
     def _await_end(self, last: int, is_needed: Callable[[], bool]) -> None:
         """Waits while other ranks need this process to end steps up to ``last``."""
-        deadline = time.monotonic() + self.options.tick_timeout_seconds
+        idle_since = time.monotonic()
+        deadline = idle_since + self.options.tick_timeout_seconds
         while is_needed():
             if self._link.failure is not None or self._steps.is_finished(last):
+                return
+            if self._in_place.ticks.open_ticks or self._steps.may_be_asked(last):
+                idle_since = time.monotonic()
+            elif self._link.away_seconds and time.monotonic() > idle_since + WAITING_SECONDS:
+                # Others have gone home, and could not say so.
                 return
             if time.monotonic() > deadline:
                 logger.warning("other ranks' part of step %d is unfinished", last)

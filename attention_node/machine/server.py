@@ -416,8 +416,7 @@ class ServerMachine(Generic[Peer, Work]):
         self, job_id: str, peer: Peer, rank: int, step: Work, tick: Tick
     ) -> Instructions[Peer, Work]:
         """Ends the lane of a posted receive that the rank, which may have left since, has skipped:
-        it sends nothing more of it in the step, for it needs no gradients from that layer down, or
-        has dropped the step."""
+        it sends nothing more of it in the step."""
         connected = self._ranks.get(peer)
         over: Instructions[Peer, Work] = []
         if connected is not None:

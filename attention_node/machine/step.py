@@ -66,7 +66,7 @@ class ServedTicks(Generic[Work]):
         self, rank: int, first: Tick
     ) -> tuple[list[Tick], list[TickMachine], list[tuple[TickMachine, str]]]:
         """``rank`` sends nothing of the lane of ``first`` any more, from ``first`` on: it needs no
-        gradients from that layer down, or has dropped the step.
+        gradients from that layer down, has dropped the step, or computes the rest of it itself.
 
         Returns:
             The ticks that are over by that, since only such ranks take part in them; the open ticks
@@ -77,7 +77,7 @@ class ServedTicks(Generic[Work]):
         ended = [
             tick
             for tick in self.outline.lanes.get(first.nano_batch, ())
-            if tick not in self._over and self._ended_ranks(tick)
+            if tick not in self._over and rank in self._ended_ranks(tick)
         ]
         over = [
             tick

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from control_plane.cold_start.child import how_it_ended, start_child
-from control_plane.cold_start.uncompiled import UncompiledPlanners
-from control_plane.planner import compiled
+from control_plane.planner import at_home, compiled
 from control_plane.planner.planners import PLANNERS, load, prepare
 from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
@@ -24,6 +24,8 @@ ATTEMPTS = 3
 """How often compiling is tried in a process of its own."""
 PAUSE_SECONDS = 10.0
 """Between two attempts: what killed the first, such as a lack of memory, may pass."""
+SETTLE_SECONDS = 600.0
+"""How long a plan that cannot leave documents at home waits for the machine code."""
 END_SECONDS = 5.0
 """How long closing waits for a process that was killed; only compiling in this one takes longer."""
 
@@ -34,8 +36,8 @@ class PlannerState(StrEnum):
     Attributes:
         IDLE: nobody has asked for it.
         COMPILED: at its full speed.
-        COMPILING: uncompiled, until its machine code is there.
-        UNCOMPILED: uncompiled, and it stays so: compiling has failed.
+        COMPILING: documents stay at home, until its machine code is there.
+        UNCOMPILED: they do for good: compiling has failed.
     """
 
     IDLE = "idle"
@@ -45,13 +47,13 @@ class PlannerState(StrEnum):
 
 
 class ColdPlanner:
-    """Planner ``name`` of :data:`PLANNERS`: compiled as soon as it can be, uncompiled until then.
+    """Planner ``name`` of :data:`PLANNERS`: compiled as soon as it can be; documents stay at home
+    until then.
 
     Thread-safe.
 
     Args:
         name: the planner's.
-        uncompiled: runs it meanwhile.
         on_change: called with each new state, on any thread.
         on_failure: called each time that compiling has failed, likewise.
     """
@@ -59,18 +61,18 @@ class ColdPlanner:
     def __init__(
         self,
         name: str,
-        uncompiled: UncompiledPlanners,
         *,
         on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._planner = PLANNERS[name]
-        self._uncompiled = uncompiled
         self._on_change = on_change
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        # It is compiled, or will not be.
+        self._settled = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self.state = PlannerState.IDLE
@@ -86,21 +88,19 @@ class ColdPlanner:
     ) -> Plan:
         """As :class:`Planner`."""
         self.start()
-        if self.state is not PlannerState.COMPILED:
-            plan = self._uncompiled.plan(
-                self._name,
-                manifest,
-                servers,
-                shape,
-                options,
-                epoch=epoch,
-                is_wanted=lambda: not self._is_over(),
-            )
-            if plan is not None:
-                return plan
-            if self._closing.is_set():
-                raise RuntimeError("the control plane ends")
+        if not self._is_compiled:
+            try:
+                return at_home.plan(manifest, servers, shape, options, epoch=epoch)
+            except PlanError:
+                # A better plan may fit.
+                self._settled.wait(SETTLE_SECONDS)
+                if not self._is_compiled:
+                    raise
         return self._planner(manifest, servers, shape, options, epoch=epoch)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.state is PlannerState.COMPILED
 
     def start(self) -> None:
         """Loads the machine code, which takes a second; or begins to compile it."""
@@ -112,26 +112,23 @@ class ColdPlanner:
                 return
             self._become(PlannerState.COMPILING)
             logger.info(
-                "compiling planner %s, a minute or two; plans are made uncompiled until then",
+                "compiling planner %s, a minute or two; documents stay at home until then",
                 self._name,
             )
             self._thread = threading.Thread(
                 target=self._compile, name=f"compile-{self._name}", daemon=True
             )
             self._thread.start()
-        self._uncompiled.start()
 
     def close(self) -> None:
         """Plans no more, and compiles no more."""
         self._closing.set()
+        self._settled.set()
         with self._lock:
             if self._process is not None:
                 self._process.kill()
         if self._thread is not None:
             self._thread.join(END_SECONDS)
-
-    def _is_over(self) -> bool:
-        return self._closing.is_set() or self.state is PlannerState.COMPILED
 
     def _compile(self) -> None:
         started = time.monotonic()
@@ -147,8 +144,8 @@ class ColdPlanner:
         elif not self._closing.is_set():
             self._become(PlannerState.UNCOMPILED)
             logger.error(
-                "planner %s stays uncompiled: its plans are the same and take a hundred times "
-                "longer to make; mend the cause and start the control plane again",
+                "planner %s stays uncompiled: documents stay at home, nothing is balanced; mend "
+                "the cause and start the control plane again",
                 self._name,
             )
 
@@ -203,4 +200,6 @@ class ColdPlanner:
 
     def _become(self, state: PlannerState) -> None:
         self.state = state
+        if state in (PlannerState.COMPILED, PlannerState.UNCOMPILED):
+            self._settled.set()
         self._on_change(self._name, state)

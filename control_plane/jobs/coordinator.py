@@ -50,6 +50,7 @@ from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.subscriptions import Event, Subscription
 from control_plane.jobs.waits import Wait
 from control_plane.metrics.metrics import Metrics
+from control_plane.planner import at_home
 from control_plane.planner.planning import Planner
 from control_plane.settings import CoordinatorSettings
 from core_attention.manifest import RankManifest
@@ -635,8 +636,7 @@ class Coordinator:
         replanned = job.planned(record)
         if replanned:
             self._metrics.jobs.step_replanned(job, record.plan.epoch)
-        if not job.spec.placement.uses_in_place:
-            _log_where(job, record)
+        _log_where(job, record)
         for rank, event in publication.by_rank.items():
             self._streams.send_to_rank(job, rank, event)
         for member in self._membership.pool():
@@ -735,18 +735,20 @@ class Coordinator:
 
 
 def _log_where(job: Job, record: StepRecord) -> None:
-    """Logs when a job on the pool falls back on its ranks' own servers, and when it returns."""
-    at_home = all(server.in_place_rank is not None for server in record.plan.servers)
-    if at_home != job.is_at_home:
-        job.is_at_home = at_home
-        if at_home:
-            logger.warning(
-                "job %s: from step %d on its ranks compute at home: no pool server can serve it",
-                job.job_id,
-                record.step,
-            )
+    """Logs when steps begin to leave documents at home, and why, and when no more."""
+    why = ""
+    if record.plan.planner == at_home.NAME:
+        why = "the planner is being compiled, or takes too long"
+    elif not job.spec.placement.uses_in_place and all(
+        server.in_place_rank is not None for server in record.plan.servers
+    ):
+        why = "no pool server can serve it"
+    if why != job.why_at_home:
+        job.why_at_home = why
+        if why:
+            logger.warning("job %s: at home from step %d on: %s", job.job_id, record.step, why)
         else:
-            logger.info("job %s: back on the pool from step %d on", job.job_id, record.step)
+            logger.info("job %s: planned again from step %d on", job.job_id, record.step)
 
 
 def _trace(job: Job, record: StepRecord, planned_at: float, *, replanned: bool) -> None:

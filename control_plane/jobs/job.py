@@ -64,7 +64,7 @@ class Job:
         speeds: what was learned of its servers.
         reopened_at: when it was opened again, if it is from before this control plane.
         return_by: when the ranks that are to come back must be there.
-        is_at_home: its last plan uses the ranks' own servers because no pool server can serve.
+        why_at_home: why its last plan leaves documents at home; empty if it does not.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Job:
         self.is_resumed = bool(absent)
         self.reopened_at = reopened_at
         self.return_by = return_by
-        self.is_at_home = False
+        self.why_at_home = ""
         self.leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._groups = TensorParallelGroups()
         self.open_step = OpenStep(spec.n_ranks, spec.n_nano_batches, self._group_of)
@@ -407,7 +407,12 @@ class Job:
                 f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
             )
         is_new = False
-        is_told = step in self._ready or step <= self._reported.last(rank) or self.is_recovering
+        is_told = step <= self._reported.last(rank) or self.is_recovering
+        is_told = is_told or step in self._ready or step in self._pending
+        if self.open_step.has_joined(rank):
+            # It may have numbered and run the step at home.
+            is_told = True
+            self.open_step.numbered(step)
         if step in self._planned or not is_told:
             ranks = self.step(step).ranks
             is_new = rank not in ranks

@@ -150,8 +150,12 @@ class OpenStep:
         self._waiting.pop(rank, None)
         self._closed.pop(rank, None)
 
+    def has_joined(self, rank: int) -> bool:
+        """Return whether a rank joins steps that are numbered here."""
+        return rank in self._received
+
     def numbered(self, step: int) -> None:
-        """A step has got its number from an earlier control plane."""
+        """A step has got its number from an earlier control plane, or from a rank at home."""
         self.next_step = max(self.next_step, step + 1)
 
     def deadline(self) -> float | None:

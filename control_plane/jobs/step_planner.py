@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,14 @@ from control_plane.jobs.job import Job
 from control_plane.jobs.membership import Member
 from control_plane.jobs.publication import Publication, planning_servers, publish_step
 from control_plane.jobs.step import ReadyStep
+from control_plane.planner import at_home
 from control_plane.planner.planning import Planner
 from core_attention.errors import ManifestError, PlanError
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
+LATE_PLAN_SECONDS = default_seconds("late_plan_seconds")
 
 Choices = Sequence[Sequence[Member]]
 """The servers of a step's plan, in their order; and those to take instead if these cannot do it."""
@@ -116,11 +120,13 @@ class StepPlanner:
         Raises:
             PlanError: these cannot.
         """
-        make: Callable[[], Publication] = _maker(
-            job, ready, members, self.planner_of(job.spec.planner)
-        )
+        make = _maker(job, ready, members, self.planner_of(job.spec.planner))
+        made = asyncio.ensure_future(self._threads.run(job.owner, make))
         try:
-            return await self._threads.run(job.owner, make)
+            if not (await asyncio.wait([made], timeout=LATE_PLAN_SECONDS))[0]:
+                with contextlib.suppress(PlanError):
+                    return await asyncio.to_thread(_maker(job, ready, members, at_home.plan))
+            return await made
         except PlanError:
             raise
         except ManifestError as error:
@@ -129,6 +135,9 @@ class StepPlanner:
             # A mistake of ours must not leave the ranks waiting for an event that never comes.
             logger.exception("job %s: planning step %d failed", job.job_id, ready.step)
             return f"internal error of the control plane, see its log: {error!r}"
+        finally:
+            # A plan that comes too late is of no use, nor is the reason why there is none.
+            made.add_done_callback(lambda late: late.cancelled() or late.exception())
 
 
 def _maker(

@@ -12,6 +12,7 @@ from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.publication import Publication
 from control_plane.jobs.step import ReadyStep, StepRecord
 from control_plane.metrics.server_metrics import PREFIX
+from control_plane.planner import at_home
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan, PlanVerdict
 from distca.metric_table import Label, Table, counter, gauge, histogram
@@ -95,6 +96,9 @@ class JobTable(Table):
         _JOB,
         Label("verdict", _ABOVE),
     )
+    plans_at_home_total = counter(
+        "Plans that leave documents at home, since the planner was being compiled or late.", _JOB
+    )
     plans_failed_total = counter("Steps for which no plan could be made.", _JOB)
     replans_total = counter("Steps planned again with a higher epoch.", _JOB)
     steps_finished_total = counter("Steps that all ranks have reported.", _JOB)
@@ -131,6 +135,7 @@ class JobMetrics:
         for grows in (
             series.manifests_total,
             series.steps_planned_total,
+            series.plans_at_home_total,
             series.plans_failed_total,
             series.replans_total,
             series.steps_finished_total,
@@ -170,6 +175,8 @@ class JobMetrics:
         """A plan was made and published."""
         record, name = publication.record, job.spec.name
         self._series.steps_planned_total.labels(name).inc()
+        if record.plan.planner == at_home.NAME:
+            self._series.plans_at_home_total.labels(name).inc()
         verdict = record.plan.verdict
         if verdict in _ABOVE:
             self._series.plans_above_tolerance_total.labels(name, verdict).inc()

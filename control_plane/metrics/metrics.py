@@ -50,7 +50,7 @@ class ControlPlaneTable(Table):
         Label("cause", FAILURE_CAUSES),
     )
     planner_compiled = gauge(
-        "1 for a planner that runs compiled, 0 while it runs uncompiled, a hundred times slower.",
+        "1 for a planner that is compiled, 0 while documents are left at home instead.",
         Label("planner"),
     )
     compilations_failed_total = counter("Processes that were to compile a planner and failed.")

@@ -20,6 +20,9 @@ from distca.contract.rotation import Rotation
 
 logger = logging.getLogger(__name__)
 
+DOUBTED_SECONDS = 1.0
+"""Between two renewals of a lease that are made because somebody waits."""
+
 AnyContact = TypeVar("AnyContact", bound=Contact)
 
 
@@ -43,6 +46,7 @@ class Lifeline(Generic[AnyContact]):
     Attributes:
         who: is kept in contact, for logs.
         expects_end: the control plane is about to end the stream of events, which is no loss.
+        lost_at: ``time.monotonic()`` when it was heard last before it was lost the last time.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Lifeline(Generic[AnyContact]):
     ) -> None:
         self.who = ""
         self.expects_end = False
+        self.lost_at = 0.0
         self._settings = settings.following_files()
         self._addresses = Addresses(self._settings)
         self._rotation = Rotation(self._settings)
@@ -73,6 +78,8 @@ class Lifeline(Generic[AnyContact]):
         # A contact that works, with certificates that have been replaced since.
         self._outdated: AnyContact | None = None
         self._changed = threading.Condition()
+        self._renewed_at = 0.0
+        self._is_doubted = False
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -125,12 +132,22 @@ class Lifeline(Generic[AnyContact]):
                 self._changed.wait(0.5)
             return self._contact
 
-    def let_go(self, contact: AnyContact, error: Exception) -> None:
-        """``contact`` is of no use any more; the watching thread looks for a new one."""
+    def renew_soon(self) -> None:
+        """Somebody waits for the control plane: whether it answers is found out before the lease is
+        due."""
+        with self._changed:
+            if time.monotonic() > self._renewed_at + DOUBTED_SECONDS:
+                self._is_doubted = True
+                self._changed.notify_all()
+
+    def let_go(self, contact: AnyContact, error: Exception, lost_at: float | None = None) -> None:
+        """``contact`` is of no use any more; the watching thread looks for a new one. ``lost_at``:
+        when it was heard last; None: just now."""
         with self._changed:
             if self._contact is not contact:
                 return
             self._contact = None
+            self.lost_at = time.monotonic() if lost_at is None else lost_at
             self._changed.notify_all()
         if isinstance(error, rpc.RpcError) and error.reason is rpc.Reason.DEADLINE_EXCEEDED:
             # It is there and answers nothing: a standby's turn.
@@ -243,10 +260,11 @@ class Lifeline(Generic[AnyContact]):
         while (contact := self.await_contact()) is not None:
             if self._is_replaced(contact):
                 continue
+            self._renewed_at, self._is_doubted = time.monotonic(), False
             try:
                 self._renew(contact)
             except rpc.RpcError as error:
-                self.let_go(contact, error)
+                self.let_go(contact, error, self._renewed_at)
             except Exception as error:
                 self._on_broken(error)
                 return
@@ -258,10 +276,10 @@ class Lifeline(Generic[AnyContact]):
         while (left := due_at - time.monotonic()) > 0:
             with self._changed:
                 if self._changed.wait_for(
-                    lambda: self._contact is not contact,
+                    lambda: self._contact is not contact or self._is_doubted,
                     min(left, self._settings.certificate_check_seconds),
                 ):
-                    return True
+                    return self._contact is not contact
             if (
                 contact is not self._outdated
                 and not self.expects_end

@@ -9,8 +9,12 @@ from typing import Any
 from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.server_loss import ServerLoss, cause_to_proto
+from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2, membership_pb2
 from trainer_client.link.planned_step import HandedInStep
+
+FETCH_SECONDS = default_seconds("fetch_seconds")
+"""The training loop waits for what it only shows."""
 
 
 class RankContact(Contact):
@@ -106,7 +110,9 @@ class RankContact(Contact):
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The plan of a step and what was measured in it."""
         request = jobs_pb2.GetStepRequest(job_id=self.job_id, step=step)
-        response: jobs_pb2.GetStepResponse = self.call(self._jobs.GetStep, request)
+        response: jobs_pb2.GetStepResponse = self.call(
+            self._jobs.GetStep, request, timeout_seconds=FETCH_SECONDS
+        )
         return response
 
     def locate(self, rank: int) -> jobs_pb2.LocatedRank | None:

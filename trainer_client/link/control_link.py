@@ -72,6 +72,9 @@ class RankListener(Protocol):
     def opened(self, opened: jobs_pb2.JobOpened) -> None:
         """The job is there; called once, before anything else."""
 
+    def is_void(self, handed_in: HandedInStep) -> bool:
+        """Return whether a hand-in needs no number any more."""
+
     def manifest_taken(self, handed_in: HandedInStep) -> None:
         """The control plane has a manifest."""
 
@@ -131,7 +134,7 @@ class ControlLink:
         self._request = jobs_pb2.OpenJobRequest()
         self._listener: RankListener | None = None
         self._failure: Exception | None = None
-        self._left = False
+        self._left = self._is_resuming = False
         self._opened = threading.Event()
         self.job_id = ""
         self.token = b""
@@ -152,6 +155,18 @@ class ControlLink:
     def connected(self) -> bool:
         """Return whether the control plane can be reached, as far as is known."""
         return self._lifeline.contact is not None
+
+    @property
+    def away_seconds(self) -> float:
+        """How long nobody makes plans for the job, as far as is known: the control plane is away,
+        or is back and knows nothing yet. 0 while there is one that does."""
+        if self.connected and not self._is_resuming:
+            return 0.0
+        return time.monotonic() - self._lifeline.lost_at
+
+    def make_sure(self) -> None:
+        """Finds out soon whether the control plane answers."""
+        self._lifeline.renew_soon()
 
     def open(self, request: jobs_pb2.OpenJobRequest, listener: RankListener) -> None:
         """Joins the job and starts the threads; returns once the job's description is here.
@@ -184,7 +199,11 @@ class ControlLink:
 
     def submit(self, handed_in: HandedInStep) -> None:
         """Hands in a coming step's manifest; the listener receives what becomes of it."""
-        self._outbox.put("a manifest", lambda contact: self._submit(contact, handed_in))
+        self._outbox.put(
+            "a manifest",
+            lambda contact: self._submit(contact, handed_in),
+            over=lambda: self._present.is_void(handed_in),
+        )
 
     def tell(self, joining: jobs_pb2.Joining) -> None:
         """Says that a forward has begun, and where the rank's round is."""
@@ -326,6 +345,7 @@ class ControlLink:
         """Opens the job again, and hands a control plane that may know nothing the steps."""
         request = jobs_pb2.OpenJobRequest()
         request.CopyFrom(self._request)
+        self._is_resuming = True
         request.resume.job_id, request.resume.epoch = self.job_id, self._present.epoch
         self.token = contact.join(request)
         for handed_in in self._present.manifests():
@@ -352,6 +372,8 @@ class ControlLink:
 
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         listener = self._present
+        if event.WhichOneof("event") in ("step_planned", "recover"):
+            self._is_resuming = False
         match event.WhichOneof("event"):
             case "job_opened":
                 # A control plane that has come back to life describes the same job again.

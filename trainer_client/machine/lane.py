@@ -72,6 +72,7 @@ class LaneMachine:
     Attributes:
         complete_ticks: how many ticks are complete, from the first on; those that the lane does
             not have, before its first layer, count as complete.
+        n_ticks: how many ticks a lane of the job has.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class LaneMachine:
         self.outline = outline
         self.calls = calls
         self.complete_ticks = calls.first_layer
-        self._n_ticks, self._end = n_ticks, end
+        self.n_ticks, self._end = n_ticks, end
         self._kept_forward_ticks = kept_forward_ticks
         self._begun: dict[int, BegunTick] = {}
 
@@ -112,7 +113,7 @@ class LaneMachine:
         """How many of the ticks that servers count are complete. A lane that is over has none to
         come, although it may be shorter."""
         if self.is_over:
-            return self._n_ticks
+            return self.n_ticks
         return self.complete_ticks if self.complete_ticks > self.calls.first_layer else 0
 
     @property
@@ -121,6 +122,13 @@ class LaneMachine:
         gradients are needed from some layer down; None if there is none or nobody knows yet."""
         end = self.calls.end
         return None if end is None or end >= self._end else end
+
+    def end_under(self, epoch: int) -> int | None:
+        """The place behind the last tick that was sent in ``epoch``; None if servers expect none
+        from there on."""
+        sent = [begun.index + 1 for begun in self if begun.sent_in == epoch]
+        end = max(sent, default=self.calls.first_layer)
+        return end if end < self._end else None
 
     @property
     def can_stop(self) -> bool:

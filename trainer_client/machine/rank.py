@@ -95,8 +95,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     @property
     def manifests(self) -> list[Manifest]:
         """The manifests of unfinished steps, in order, which the control plane may have to get
-        again; of those without a number the last."""
-        numbered = [step for _, step in sorted(self._steps.items())]
+        again; of those without a number the last. Those that were joined and run at home concern
+        nobody else."""
+        numbered = [
+            step
+            for _, step in sorted(self._steps.items())
+            if not (step.sequence and step.running is not None and step.running.at_home)
+        ]
         joining = [step for _, step in sorted(self._joining.items())]
         steps = [*numbered, *joining[-1:]]
         return [step.manifest for step in steps if step.manifest is not None]
@@ -116,6 +121,11 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         known = self._steps.get(step)
         return known is not None and known.is_taken
 
+    def manifest_of(self, step: int) -> Manifest | None:
+        """The manifest of a step; None if it was refused, or is not known."""
+        known = self._steps.get(step)
+        return None if known is None else known.manifest
+
     def hand_in_taken(self, sequence: int) -> bool:
         """Return whether the control plane has the hand-in ``sequence``, without a number."""
         return sequence in self._joining and self._joining[sequence].is_taken
@@ -129,7 +139,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         return [
             number
             for number, step in sorted(self._steps.items())
-            if 0 < step.sequence < sequence and step.manifest is not None and step.running is None
+            if 0 < step.sequence < sequence and step.running is None
         ]
 
     def is_finished(self, step: int) -> bool:
@@ -162,7 +172,9 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     def is_wanted(self, step: int, epoch: int) -> bool:
         """Return whether connections for ``step`` under the plan of ``epoch`` are of any use."""
         running = self.running(step)
-        return epoch == self.epoch and running is not None and running.may_be_asked
+        if running is None or running.at_home:
+            return False
+        return epoch == self.epoch and running.may_be_asked
 
     def may_be_asked(self, last_step: int) -> bool:
         """Return whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
@@ -195,6 +207,12 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         self._joining = {other: step for other, step in self._joining.items() if other > sequence}
         step = self._known(number)
         step.manifest, step.sequence, step.is_taken = manifest, sequence, True
+
+    def numbered_late(self, sequence: int, number: int) -> None:
+        """The control plane has numbered a hand-in that was void, or ran at home under another
+        number: see :meth:`void_before`."""
+        if number not in self._steps and number > self._finished:
+            self._steps[number] = _Step(sequence=sequence)
 
     def take_hand_in(self, sequence: int) -> None:
         """The control plane has a hand-in."""
@@ -251,7 +269,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             and step.manifest is not None
             and step.running is None
         ]
-        self.next_step = number
+        # One that is late may come after a step that was numbered at home.
+        self.next_step = max(self.next_step, number)
         lanes = [
             self._lane(f"step {number} nano-batch {nano_batch}", outline, forward_only=forward_only)
             for nano_batch, outline in enumerate(outlines)
@@ -355,6 +374,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
 
     def _connect(self, step: _Step[Manifest, Plan, Cause]) -> Instructions[Plan, Cause]:
         outline, running = step.outline, step.running
+        if outline is not None and running is not None and running.at_home:
+            return running.take_no_part(outline.epoch)
         if outline is None or running is None or not running.may_be_asked:
             return []
         # On a connection, a server takes nothing of steps before its first.

@@ -48,6 +48,8 @@ class StepMachine(Generic[Plan, Cause]):
         outline: of the plan that is in force or being replayed; None while there is none.
         closed: its block has ended.
         abandoned: it ended before its ticks were complete.
+        at_home: this rank computes the ticks that are not complete itself, and takes part in no
+            plan of the step any more.
         failure: why it cannot go on; empty while it may.
         trouble: why it has no plan, for the error if it never gets one.
     """
@@ -67,10 +69,12 @@ class StepMachine(Generic[Plan, Cause]):
         self.outline: PlanOutline[Plan] | None = None
         self.closed = False
         self.abandoned = False
+        self.at_home = False
         self.failure = ""
         self.trouble = "no plan has come"
         self._n_layers, self._patience_seconds = n_layers, patience_seconds
         self._without_plan_since = now
+        self._last_epoch: int | None = None
         self._replayed: list[Tick] = []
 
     @property
@@ -89,12 +93,23 @@ class StepMachine(Generic[Plan, Cause]):
     @property
     def awaits_plan(self) -> bool:
         """Return whether a plan is to come, or to be replayed."""
-        return self.may_be_asked and self.state is not State.IN_FORCE
+        return self.may_be_asked and not self.at_home and self.state is not State.IN_FORCE
+
+    @property
+    def can_go_home(self) -> bool:
+        """Return whether its ticks may be computed here: neither does another rank need rows of
+        this one, nor this one theirs."""
+        shared = any(lane.outline.is_shared for lane in self.lanes)
+        return not (shared or self.at_home or self.abandoned or self.failure)
 
     @property
     def progress(self) -> Progress:
-        """The answer to a recovery. Of an abandoned step nothing will be sent again."""
-        ticks = tuple(0 if self.abandoned else lane.progress for lane in self.lanes)
+        """The answer to a recovery. Of an abandoned step nothing will be sent again; at home
+        nothing is left for servers."""
+        ticks = tuple(
+            0 if self.abandoned else lane.n_ticks if self.at_home else lane.progress
+            for lane in self.lanes
+        )
         return Progress(self.step, ticks, self.closed or self.abandoned)
 
     def is_under(self, epoch: int) -> bool:
@@ -111,10 +126,13 @@ class StepMachine(Generic[Plan, Cause]):
 
     def enter_plan(self, outline: PlanOutline[Plan], now: float) -> list[Instruction[Plan, Cause]]:
         """There are connections to all servers of a plan: what has begun is sent again."""
+        if self.at_home:
+            return self.take_no_part(outline.epoch)
         if not self.may_be_asked or self.is_under(outline.epoch):
             return []
         out = self.leave_plan("another plan has come", now)
         self.outline, self.state = outline, State.REPLAYING
+        self._last_epoch = outline.epoch
         self._replayed = []
         return out + self._replay(outline, now)
 
@@ -140,6 +158,11 @@ class StepMachine(Generic[Plan, Cause]):
             return False
         self.at(tick).under_way_in = epoch
         return True
+
+    def not_sent(self, tick: Tick, epoch: int) -> None:
+        """The plan was void before any request of a tick was handed over."""
+        if self.at(tick).sent_in == epoch:
+            self.at(tick).sent_in = 0
 
     def replies_here(self, tick: Tick, epoch: int) -> bool:
         """All replies to a tick have arrived. Whether they are to be examined; then
@@ -172,6 +195,26 @@ class StepMachine(Generic[Plan, Cause]):
         lost = ReportLost(server_id, epoch, cause, f"{tick}: {detail}")
         return [*out, *self.leave_plan(lost.detail, now), lost]
 
+    def go_home(self, now: float) -> list[Instruction[Plan, Cause]]:
+        """This rank computes the ticks that are not complete itself; see ``can_go_home``."""
+        out = self.leave_plan("it is computed at home", now)
+        self.at_home = True
+        ends = [] if self._last_epoch is None else self.take_no_part(self._last_epoch)
+        return [*out, *ends]
+
+    def take_no_part(self, epoch: int) -> list[Instruction[Plan, Cause]]:
+        """Under the plan of ``epoch``, servers expect ticks that will not come."""
+        ends = [(nano_batch, lane.end_under(epoch)) for nano_batch, lane in enumerate(self.lanes)]
+        return [
+            EndLane(self._tick_at(nano_batch, end), epoch)
+            for nano_batch, end in ends
+            if end is not None
+        ]
+
+    def computed(self, tick: Tick) -> list[Instruction[Plan, Cause]]:
+        """A tick was computed here."""
+        return [*self.lanes[tick.nano_batch].complete(self.at(tick))]
+
     def still_waiting(self, now: float, *, can_be_planned: bool) -> None:
         """The training loop waits for a tick that is not under way; ``can_be_planned`` while the
         control plane can be reached."""
@@ -196,7 +239,7 @@ class StepMachine(Generic[Plan, Cause]):
     def stop(self) -> list[EndLane]:
         """Ends its lanes where they are, if a plan is in force, no tick is under way and no other
         rank needs rows of this one; else changes nothing."""
-        if self.state is not State.IN_FORCE or not self.can_stop:
+        if not (self.at_home or self.state is State.IN_FORCE) or not self.can_stop:
             return []
         for lane in self.lanes:
             lane.stop()
@@ -258,7 +301,10 @@ class StepMachine(Generic[Plan, Cause]):
             return []
         if not lane.is_over:
             return []
-        phase, layer = Phase.FORWARD, end
-        if end >= self._n_layers:
-            phase, layer = Phase.BACKWARD, 2 * self._n_layers - 1 - end
-        return [EndLane(Tick(self.step, layer, nano_batch, phase), self.outline.epoch)]
+        return [EndLane(self._tick_at(nano_batch, end), self.outline.epoch)]
+
+    def _tick_at(self, nano_batch: int, index: int) -> Tick:
+        phase, layer = Phase.FORWARD, index
+        if index >= self._n_layers:
+            phase, layer = Phase.BACKWARD, 2 * self._n_layers - 1 - index
+        return Tick(self.step, layer, nano_batch, phase)

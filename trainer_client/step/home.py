@@ -1,4 +1,5 @@
-"""Core attention that is computed here: layers with a window or with chunks."""
+"""Core attention that is computed here: layers with a window or with chunks, and documents that no
+server computes while the control plane is away."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from typing import Any
 
 import torch
 
+from attention_node.served_job import JobDescription
+from core_attention.ca_task import Phase
 from core_attention.kernels.own import own_kernel, shape_of
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.row_dots import row_dots
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
+from core_attention.tick import Tick
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.differentiable_once import differentiable_once
 from trainer_client.step.edge_keys import EdgeCall
@@ -210,6 +214,28 @@ def _zero_gradients(k: torch.Tensor, v: torch.Tensor) -> Tensors:
         "dk": torch.zeros_like(k, dtype=torch.float32),
         "dv": torch.zeros_like(v, dtype=torch.float32),
     }
+
+
+def compute_documents(
+    tick: Tick, tasks: TaskBatch, job: JobDescription, inputs: Tensors, outputs: Tensors
+) -> None:
+    """Compute a tick whose documents are whole on this rank.
+
+    Args:
+        tick: which exchange.
+        tasks: its documents.
+        job: what the job's members agree on.
+        inputs: q, k, v, and for backward also do, lse, delta, by packed row.
+        outputs: o and lse, or dq, and dk and dv that are added to, by packed row.
+    """
+    kernel, lock = own_kernel(inputs["q"].device)
+    with lock:
+        if tick.phase is Phase.FORWARD:
+            part = ForwardPart(**inputs, **outputs, tasks=tasks)
+            kernel.forward([part], job.scale, job.shape.rule)
+        else:
+            backward = BackwardPart(**inputs, **outputs, tasks=tasks)
+            kernel.backward([backward], job.scale, job.shape.rule)
 
 
 def output_gradients(

@@ -143,6 +143,13 @@ def tasks_of_documents(bounds: Sequence[int]) -> HomeTasks:
     return HomeTasks(_batch(tasks), _batch([]), (), ())
 
 
+def whole_documents(running: RunningStep, nano_batch: int) -> TaskBatch | None:
+    """The documents of a nano-batch, if each lies whole in neighbouring rows of this rank; the same
+    object in every layer of a step."""
+    tasks = home_tasks(running, nano_batch, FULL)
+    return None if len(tasks.edge_tasks) else tasks.tasks
+
+
 _of_steps: WeakKeyDictionary[RunningStep, dict[tuple[int, LayerKind], HomeTasks]] = (
     WeakKeyDictionary()
 )

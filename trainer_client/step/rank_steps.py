@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NoReturn, ParamSpec, TypeAlias
 
 import torch
@@ -24,11 +25,13 @@ from attention_node.served_job import JobDescription
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest
-from core_attention.tick import Tick
+from core_attention.step_lane import place_of
+from core_attention.tick import Tick, ticks_of_lane
 from data_plane.buffer_pool import BufferPool
 from data_plane.liveness import LivenessMonitor
 from distca.contract.codec import rank_manifest_to_proto
 from distca.contract.server_loss import LossCause, ServerLoss
+from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
 from trainer_client.hooks.input_versions import Unwritten
@@ -66,6 +69,8 @@ from trainer_client.metrics import TickWait, TrainerMetrics
 from trainer_client.options import RankOptions
 from trainer_client.step.examiner import Examiner
 from trainer_client.step.exchanges import Routes
+from trainer_client.step.home import compute_documents
+from trainer_client.step.home_tasks import whole_documents
 from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger, Tensors
 from trainer_client.step.running_step import RunningStep
@@ -77,6 +82,12 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.25
 """How often a wait looks whether something else has ended or begun."""
+
+HOME_SECONDS = default_seconds("home_seconds")
+"""The control plane may be away for so long before this rank computes what it waits for itself."""
+
+DOUBT_SECONDS = 1.0
+"""After so long a wait it is found out whether the control plane answers."""
 
 WAITING_SECONDS = 3.0
 """After so long a wait it is reported to the control plane, which may find that ranks wait for each
@@ -141,6 +152,7 @@ class RankSteps:
         self._job: JobDescription | None = None
         self._exchanger: Exchanger | None = None
         self._n_joined = 0
+        self._is_at_home = False
         self._running: dict[int, RunningStep] = {}
         self._routes: dict[int, Routes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
@@ -191,7 +203,9 @@ class RankSteps:
         self._link.check()
         if not self._machine.is_known(step):
             raise PlanNotReady(f"step {step}: submit its manifest before running it")
-        planned = self._wait_for(lambda: self._plan_of(step), timeout_seconds)
+        planned = self._wait_for(
+            lambda: self._plan_of(step), lambda: self._planned_at_home(step), timeout_seconds
+        )
         return planned or self._not_ready(step, self._machine.is_taken(step), timeout_seconds)
 
     def wait_joined(self, sequence: int, timeout_seconds: float) -> PlannedStep:
@@ -205,7 +219,11 @@ class RankSteps:
                 raise PlanNotReady(refusal)
             return None
 
-        planned = self._wait_for(plan, timeout_seconds)
+        def go_home() -> PlannedStep | None:
+            step = self._machine.number_of(sequence)
+            return self._numbered_at_home(sequence) if step is None else self._planned_at_home(step)
+
+        planned = self._wait_for(plan, go_home, timeout_seconds)
         taken = self._machine.hand_in_taken(sequence)
         return planned or self._not_ready(None, taken, timeout_seconds)
 
@@ -222,16 +240,21 @@ class RankSteps:
         return None if outline is None else outline.plan
 
     def _wait_for(
-        self, look: Callable[[], PlannedStep | None], timeout_seconds: float
+        self,
+        look: Callable[[], PlannedStep | None],
+        go_home: Callable[[], PlannedStep | None],
+        timeout_seconds: float,
     ) -> PlannedStep | None:
-        remaining_seconds = timeout_seconds
+        remaining_seconds, doubt_at = timeout_seconds, time.monotonic() + DOUBT_SECONDS
         with self.lock:
             while remaining_seconds > 0:
                 self._link.check()
                 if (planned := look()) is not None:
                     return planned
+                if self._is_away(doubt_at) and (home := go_home()) is not None:
+                    return home
                 present, began = self._link.connected, time.monotonic()
-                self.lock.wait(min(0.5, remaining_seconds))
+                self.lock.wait(min(CHECK_SECONDS, remaining_seconds))
                 if present:
                     remaining_seconds -= time.monotonic() - began
         self._link.check()
@@ -244,6 +267,37 @@ class RankSteps:
         raise PlanNotReady(
             f"{which}: no plan in {timeout_seconds:g} s; {self._link.who_is_late(step)}"
         )
+
+    def _is_away(self, doubt_at: float) -> bool:
+        """Return whether no plan is to be expected: the control plane has been away for a while. If
+        one has waited until ``doubt_at``, that is found out."""
+        if time.monotonic() > doubt_at:
+            self._link.make_sure()
+        return self._link.away_seconds > HOME_SECONDS
+
+    def _planned_at_home(self, step: int) -> PlannedStep | None:
+        handed_in = self._machine.manifest_of(step)
+        return None if handed_in is None else self._own(handed_in)
+
+    def _numbered_at_home(self, sequence: int) -> PlannedStep | None:
+        """As :meth:`_planned_at_home`, for a hand-in without a number: it gets the first one that
+        fits it and nobody has used, as far as is known. Should the control plane give it another,
+        it is left out under that."""
+        handed_in = self._machine.joining(sequence)
+        if handed_in is None:
+            return None
+        joining, step = handed_in.joining, self._machine.first_unknown
+        n_nano_batches = self._options.n_nano_batches
+        while place_of(step, n_nano_batches, joining.turns) in joining.open_places:
+            step += 1
+        handed_in = numbered(handed_in, step)
+        if (home := self._own(handed_in)) is not None:
+            self._machine.numbered(sequence, step, handed_in)
+        return home
+
+    def _own(self, handed_in: HandedInStep) -> PlannedStep | None:
+        assert self._job is not None
+        return PlannedStep.of_own(handed_in, self._options.n_ranks, self._job.shape.mask)
 
     def begin(self, planned: PlannedStep) -> RunningStep:
         """Begins a step that has a plan; earlier steps that have not begun are left out. Connects
@@ -270,7 +324,15 @@ class RankSteps:
             machine = self._machine.running(step)
             assert machine is not None
             running.machine = machine
+            # Unless a plan has come meanwhile, and not of others' step of that number.
+            outline = self._machine.outline_of(step)
+            has_plan = outline is not None and outline.plan.sequence == planned.sequence
+            goes_home = planned.at_home and not has_plan
+            if goes_home:
+                instructions += machine.go_home(time.monotonic())
         self._carry_out(instructions, connects=True)
+        if goes_home:
+            self._count_at_home(running)
         return running
 
     def stop(self, running: RunningStep) -> None:
@@ -279,6 +341,8 @@ class RankSteps:
         while not running.complete:
             machine = running.machine
             self._post(machine.stop)
+            if self._goes_home(running, time.monotonic()):
+                continue
             with self.lock:
                 if machine.failure or machine.is_complete or not machine.can_stop:
                     return
@@ -325,7 +389,13 @@ class RankSteps:
         sent.waited_since = time.monotonic()
         say_at = sent.waited_since + WAITING_SECONDS
         while not sent.complete:
+            if running.machine.at_home:
+                self._compute(running, sent)
+                break
             epoch, awaited = self._under_way(running, sent)
+            is_stuck = awaited is None or time.monotonic() > sent.waited_since + WAITING_SECONDS
+            if is_stuck and self._goes_home(running, sent.waited_since + DOUBT_SECONDS):
+                continue
             if time.monotonic() > say_at:
                 say_at += WAITING_SECONDS
                 self._say_waiting(running, sent, under_way=awaited is not None)
@@ -403,6 +473,12 @@ class RankSteps:
         )
         self._in_place.open_job(self._job)
 
+    def is_void(self, handed_in: HandedInStep) -> bool:
+        """Return whether a hand-in needs no number any more."""
+        sequence = sequence_of(handed_in)
+        with self.lock:
+            return bool(sequence) and self._machine.joining(sequence) is None
+
     def manifest_taken(self, handed_in: HandedInStep) -> None:
         """The control plane has a manifest."""
         with self.lock:
@@ -431,6 +507,8 @@ class RankSteps:
             handed_in = self._machine.joining(sequence)
             if handed_in is not None:
                 self._machine.numbered(sequence, step, numbered(handed_in, step))
+            elif sequence:
+                self._machine.numbered_late(sequence, step)
 
     def failed(self, step: int, why: str, sequence: int) -> None:
         """A step gets no plan any more."""
@@ -494,6 +572,7 @@ class RankSteps:
                 case ReportProgress(epoch, steps):
                     self._link.report_progress(epoch, list(map(_progress_to_proto, steps)))
                 case ReportLost(server_id, epoch, cause, detail):
+                    self._link.make_sure()
                     self._link.report_lost(
                         ServerLoss(server_id=server_id, epoch=epoch, cause=cause, detail=detail)
                     )
@@ -568,7 +647,7 @@ class RankSteps:
             instructions = self._machine.connected(step, epoch, time.monotonic())
             running = self._running.get(step)
             if running is not None and running.machine.is_under(epoch):
-                running.in_force = routes
+                running.in_force, self._is_at_home = routes, False
         self._carry_out(instructions)
 
     def _is_wanted(self, step: int, epoch: int) -> bool:
@@ -626,6 +705,43 @@ class RankSteps:
             self.lock.wait(CHECK_SECONDS)
         return 0, None
 
+    def _goes_home(self, running: RunningStep, doubt_at: float) -> bool:
+        """Have this rank compute the rest of a step that no new plan is to be expected for, if its
+        documents are whole on it; return whether it does."""
+        lanes = range(self._options.n_nano_batches)
+        if not self._is_away(doubt_at) or not running.machine.can_go_home:
+            return False
+        if any(whole_documents(running, nano_batch) is None for nano_batch in lanes):
+            return False
+        self._post(running.machine.go_home, time.monotonic())
+        self._count_at_home(running)
+        return True
+
+    def _count_at_home(self, running: RunningStep) -> None:
+        self._metrics.step_at_home()
+        if not self._is_at_home:
+            logger.warning(
+                "job %s: the control plane is away; from step %d on this rank computes itself what "
+                "no server does",
+                self._link.job_id,
+                running.step,
+            )
+        self._is_at_home = True
+
+    def _compute(self, running: RunningStep, sent: SentTick) -> None:
+        """Compute a tick at home, in a job that has not ended."""
+        self._link.check()
+        tasks = whole_documents(running, sent.tick.nano_batch)
+        assert tasks is not None
+        # This process's server may still write to those that it was given.
+        sent.outputs = {name: torch.empty_like(tensor) for name, tensor in sent.outputs.items()}
+        if sent.tick.phase is Phase.BACKWARD:
+            sent.gradients = sent.zero_gradients(running.job.shape)
+        outputs = {**sent.outputs, **sent.gradients}
+        compute_documents(sent.tick, tasks, running.job, sent.rows(), outputs)
+        sent.complete = True
+        self._post(running.machine.computed, sent.tick)
+
     def _say_waiting(self, running: RunningStep, sent: SentTick, *, under_way: bool) -> None:
         """Other ranks may be waiting for this one in the same way."""
         needed = running.needed_ranks(sent.tick)
@@ -648,8 +764,9 @@ class RankSteps:
         routes, outputs = running.in_force, sent.outputs
         with self.lock:
             is_void = not running.machine.is_under(epoch)
-        if is_void or routes is None or routes.plan.epoch != epoch:
-            return
+            if is_void or routes is None or routes.plan.epoch != epoch:
+                running.machine.not_sent(tick, epoch)
+                return
         inputs = sent.rows()
         if not inputs:
             return
@@ -669,17 +786,22 @@ class RankSteps:
             rows, shape = len(inputs["k"]), running.job.shape
             inputs = {"q": inputs["k"].new_zeros(rows, shape.num_heads, shape.head_dim), **inputs}
         awaited: list[Awaited] = []
+        failure: ExchangeFailed | None = None
         assert self._exchanger is not None
-        try:
-            for exchange in routes.of(tick):
+        for exchange in routes.of(tick):
+            try:
                 awaited.append(self._exchanger.send(exchange, epoch, tick, inputs, outputs))
-                if exchange.connection is not None:
-                    running.sent_bytes += exchange.request.nbytes
-                    running.received_bytes += exchange.reply.nbytes
-        except ExchangeFailed as error:
+            except ExchangeFailed as error:
+                # The others are sent it all the same, so that all have got as far.
+                failure = failure or error
+                continue
+            if exchange.connection is not None:
+                running.sent_bytes += exchange.request.nbytes
+                running.received_bytes += exchange.reply.nbytes
+        if failure is not None:
             for reply in awaited:
                 reply.let_go()
-            self._server_failed(running, sent, epoch, error)
+            self._server_failed(running, sent, epoch, failure)
             return
         if instruction.only_rows:
             for reply in awaited:
@@ -750,13 +872,31 @@ class RankSteps:
             self._metrics.stale_result()
 
     def _end_lane(self, first: Tick, epoch: int) -> None:
-        running = self._running.get(first.step)
-        routes = running.in_force if running is not None else None
-        if routes is None or routes.plan.epoch != epoch:
+        """Each server is told with the first tick, from ``first`` on, that it takes part in."""
+        running, n_layers = self._running.get(first.step), self._options.layer_ticks
+        routes = self._routes_of(running, epoch) if running is not None else None
+        if running is None or routes is None or self._exchanger is None:
             return
-        assert self._exchanger is not None
-        for exchange in routes.of(first):
-            self._exchanger.skip(exchange, epoch, first)
+        backward = not running.forward_only
+        lane = ticks_of_lane(first.step, first.nano_batch, n_layers, backward=backward)
+        told: set[str] = set()
+        for tick in islice(lane, first.lane_index(n_layers), None):
+            for exchange in routes.of(tick):
+                if exchange.server_id not in told:
+                    told.add(exchange.server_id)
+                    self._exchanger.skip(exchange, epoch, tick)
+
+    def _routes_of(self, running: RunningStep, epoch: int) -> Routes | None:
+        """The routes of a running step under the plan of an epoch; of one that the step takes no
+        part in, with the connections that there are."""
+        outline = self._machine.outline_of(running.step)
+        if running.in_force is not None and running.in_force.plan.epoch == epoch:
+            return running.in_force
+        if outline is None or outline.epoch != epoch:
+            return None
+        routes = self._make_routes(outline.plan)
+        routes.connect(self._servers.connected_to(outline.plan.plan))
+        return routes
 
     def _count_recovery(self, counted: CountRecovery) -> None:
         running = self._running.get(counted.step)

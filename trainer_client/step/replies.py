@@ -126,11 +126,11 @@ class Exchanger:
 
     def skip(self, exchange: ServerExchange, epoch: int, tick: Tick) -> None:
         """Reports to a server that this rank sends nothing of ``tick``'s lane any more, from
-        ``tick`` on. A server that cannot be reached is lost to the next tick that is sent to it."""
-        if exchange.connection is None:
-            self.in_place.end_local_lane(self.job.job_id, epoch, tick)
-        else:
+        ``tick`` on. One without a connection learns it from the first step of the next one."""
+        if exchange.connection is not None:
             exchange.connection.skip(tick.tag(reply=False))
+        elif exchange.server_id == self.in_place.server_id:
+            self.in_place.end_local_lane(self.job.job_id, epoch, tick)
 
     def _send_local(
         self, exchange: ServerExchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors

@@ -95,6 +95,12 @@ class ServerLinks:
         for connection in closing.values():
             connection.close(why, finished=finished)
 
+    def connected_to(self, plan: Plan) -> Mapping[str, Connection]:
+        """The open connections to servers of ``plan``."""
+        with self._lock:
+            known = {each.server_id: self._connections.get(each.server_id) for each in plan.servers}
+        return {name: each for name, each in known.items() if each and not each.closed}
+
     def connect(
         self, plan: Plan, first_step: int, *, wanted: Callable[[], bool]
     ) -> Mapping[str, Connection]:

@@ -19,8 +19,8 @@ SILENT_SECONDS = 10.0
 
 
 _PLANNER_STATES = {
-    "compiling": "planner is being compiled, plans take longer",
-    "uncompiled": "planner could not be compiled, plans take longer: see the control plane's log",
+    "compiling": "planner is being compiled, documents stay at home",
+    "uncompiled": "planner could not be compiled, see its log; documents stay at home",
 }
 
 WIDE_COLUMNS = 110

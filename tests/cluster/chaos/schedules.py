@@ -53,11 +53,13 @@ class Schedule:
         name: of the schedule.
         acts: in the order of their steps.
         standby: whether a second control plane stands by.
+        apart: every document is whole on one rank, and there are three nodes.
     """
 
     name: str
     acts: tuple[Act, ...]
     standby: bool = False
+    apart: bool = False
 
 
 def nodes_and_control_plane(rng: random.Random, steps: int) -> Schedule:
@@ -77,6 +79,26 @@ def nodes_and_control_plane(rng: random.Random, steps: int) -> Schedule:
         )
 
     return Schedule(name="nodes-and-control-plane", acts=_spread(rng, steps, act))
+
+
+def away(rng: random.Random, steps: int) -> Schedule:
+    """Nodes and the one control plane, killed and stopped at random, the latter away for long:
+    ranks whose documents are whole on them wait for nobody."""
+
+    def act(step: int) -> Act:
+        victims = [*rng.sample(NODES[:3], rng.choice((0, 1, 1, 2)))]
+        if rng.random() < 0.6 or not victims:
+            victims.append(CONTROL_PLANE)
+        stopped = tuple(victim for victim in victims if rng.random() < 0.5)
+        return Act(
+            step=step,
+            kills=tuple(victim for victim in victims if victim not in stopped),
+            stops=stopped,
+            back_seconds=rng.choice((rng.uniform(0.5, 5.0), rng.uniform(5.0, 33.0))),
+            stop_seconds=rng.uniform(1.0, 14.0),
+        )
+
+    return Schedule(name="away", acts=_spread(rng, steps, act), apart=True)
 
 
 def control_plane_with_trainer(rng: random.Random, steps: int) -> Schedule:
@@ -170,6 +192,7 @@ def anything(rng: random.Random, steps: int) -> Schedule:
 
 SCHEDULES: Mapping[str, Callable[[random.Random, int], Schedule]] = {
     "nodes-and-control-plane": nodes_and_control_plane,
+    "away": away,
     "control-plane-with-trainer": control_plane_with_trainer,
     "control-plane-stopped": control_plane_stopped,
     "two-control-planes": two_control_planes,

@@ -538,6 +538,31 @@ def lost_node(run: Run) -> None:
     run.compare()
 
 
+@loop
+def stopped_control_plane(run: Run) -> None:
+    """Ranks run unlike numbers of steps while it is stopped, beside one that is open."""
+    if not CONTROL_PLANE:
+        return
+    run.step()
+    documents = run.draw()
+    loss = run.loss(documents)
+    dist.barrier()
+    if run.rank == 0:
+        os.kill(CONTROL_PLANE, signal.SIGSTOP)
+    dist.barrier()
+    try:
+        for _ in range(2 + run.rank):
+            run.step()
+        dist.barrier()
+    finally:
+        os.kill(CONTROL_PLANE, signal.SIGCONT)
+    loss.backward()
+    run.local_loss(documents).backward()
+    for _ in range(3):
+        run.step()
+    run.compare()
+
+
 class OwnModel(nn.Module):
     """Two layers of attention, with an activation checkpoint around the second one."""
 
@@ -621,6 +646,7 @@ def averaged(run: Run) -> None:
 SETTINGS: dict[str, Any] = {"turns": 1}
 IN_TURNS = {"plain", "accumulation", "interleaved", "fsdp2", "cut_documents"}
 """Loops that are run by halves too, where the environment has TURNS."""
+CONTROL_PLANE = int(os.environ.get("CONTROL_PLANE", "0"))
 NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]
 
 

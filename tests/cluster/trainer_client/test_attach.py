@@ -44,6 +44,19 @@ def test_loops_train_as_with_local_attention(
     assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-4000:]
 
 
+@pytest.mark.parametrize("placement", ["in-place", "pool"])
+def test_ranks_number_steps_at_home(tmp_path: Path, two_nodes: Cluster, placement: str) -> None:
+    finished = run_loops(
+        tmp_path,
+        2,
+        "stopped_control_plane",
+        DISTCA_CONTROL_PLANE=two_nodes.address,
+        DISTCA_PLACEMENT=placement,
+        CONTROL_PLANE=str(two_nodes.control_plane.popen.pid),
+    )
+    assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-4000:]
+
+
 def run_loops(
     folder: Path, n_ranks: int, *loops: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -258,7 +258,7 @@ def test_pool_that_is_too_small_leaves_the_work_at_home_and_says_so(
         pair = open_pair(client, standby=True)
         pair.submit(0)
         assert all(server.in_place_rank >= 0 for p in pair.plans() for server in p.plan.servers)
-        assert "from step 0 on its ranks compute at home" in caplog.text
+        assert "at home from step 0 on" in caplog.text
         bare = open_pair(client, name="bare")
         bare.submit(0)
         assert "100 are needed" in bare.watchers[0].next("step_failed").error

@@ -39,6 +39,7 @@ class Serving:
         forward_only: the step has no backward pass.
         keys_only: the server runs nothing for the document's first rank, which gives only keys.
         frozen: no rank needs gradients: each skips its backward ticks.
+        apart: each rank has a document of its own, and may go on without the server at any tick.
         local_rank: the rank whose process the server shares, or None.
         limit_bytes: most memory for messages, each of MESSAGE_BYTES; None for no limit.
         recoveries: how often a recovery may begin.
@@ -57,6 +58,7 @@ class Serving:
     forward_only: bool = False
     keys_only: bool = False
     frozen: bool = False
+    apart: bool = False
     local_rank: int | None = None
     limit_bytes: int | None = None
     recoveries: int = 0
@@ -77,6 +79,8 @@ class Serving:
 
     def peers(self, r: int) -> list[int]:
         """The ranks that share a rank's documents, in the order of positions."""
+        if self.apart:
+            return [r]
         return [other for other in range(self.n_ranks) if self.stage(other) == self.stage(r)]
 
 
@@ -96,12 +100,14 @@ def piped(name: str, n_stages: int, n_microbatches: int, **others: Any) -> Servi
 
 class Rank(NamedTuple):
     """``epoch`` of the plan that it runs; by lane, how many ticks it has ``sent``, and how many
-    replies it has ``got``; ``news``: epochs of recoveries that it has not heard of yet."""
+    replies it has ``got``; ``news``: epochs of recoveries that it has not heard of yet; ``home``:
+    lanes in which it takes part no more."""
 
     epoch: int
     sent: tuple[int, ...]
     got: tuple[int, ...]
     news: tuple[int, ...]
+    home: frozenset[int] = frozenset()
 
 
 class World(NamedTuple):
@@ -261,6 +267,7 @@ class ServingModel:
             self._check_reply(world, reply)
             rank, lane = ranks[reply.rank], reply.tick.nano_batch
             is_heard = reply.peer is None or reply.peer in core.value.connected
+            is_heard = is_heard and lane not in rank.home
             if is_heard and rank.epoch == reply.step and self._is_owed(reply.rank, reply.tick):
                 place = self.lanes[lane].index(reply.tick)
                 if rank.got[lane] > place:
@@ -304,6 +311,8 @@ class ServingModel:
                 tick = ticks[rank.sent[lane]]
                 if not self._has_come_to(world, r, tick):
                     continue
+                if self.setting.apart and lane not in rank.home:
+                    yield from self._goes_home(world, r, tick)
                 if is_local:
                     yield from self._sends_locally(world, r, tick)
                 elif self._may_send(rank, r, lane) and (peer, tick) in server.posted:
@@ -394,6 +403,26 @@ class ServingModel:
         may_come_early = Kind.BACKWARD_INPUT in kinds and self.setting.stage(r) == 0
         return schedule.n_stages if may_come_early else 0
 
+    def _goes_home(self, world: World, r: int, tick: Tick) -> Moves:
+        """It takes part no more, whether or not a reply is on its way."""
+        rank, lane = world.ranks[r], tick.nano_batch
+        peer, is_local = (r, rank.epoch), r == self.setting.local_rank
+        sent = _with(rank.sent, lane, len(self.lanes[lane]))
+        home = rank._replace(sent=sent, home=rank.home | {lane})
+        after = world._replace(ranks=_with(world.ranks, r, home))
+        if is_local and self._knows(world, rank.epoch):
+            yield self._changes(
+                after,
+                f"rank {r} goes home before {tick}",
+                lambda server: server.end_local_lane(r, rank.epoch, tick),
+            )
+        elif (peer, tick) in world.core.value.posted:
+            yield self._changes(
+                after,
+                f"rank {r} goes home before {tick}",
+                lambda server: server.skip(peer, tick),
+            )
+
     def _sends(self, world: World, r: int, tick: Tick) -> Move[World]:
         rank, lane = world.ranks[r], tick.nano_batch
         peer = (r, rank.epoch)
@@ -460,7 +489,7 @@ class ServingModel:
         return all(
             rank.sent[lane] == len(ticks)
             and all(
-                rank.got[lane] > place
+                rank.got[lane] > place or lane in rank.home
                 for place, tick in enumerate(ticks)
                 if self._is_owed(r, tick)
                 and not (self.setting.frozen and tick.phase is Phase.BACKWARD)

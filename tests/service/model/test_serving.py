@@ -19,6 +19,7 @@ from tests.service.model.serving import Serving, ServingModel, piped
 RECOVERY = Serving(forward_only=True, recoveries=1)
 UNHEARD = Serving(forward_only=True, recoveries=1, unheard=True)
 FROZEN = Serving(frozen=True)
+APART = Serving(apart=True)
 SETTINGS = {
     "two lanes": Serving(n_lanes=2),
     "a recovery": Serving(recoveries=1),
@@ -30,6 +31,9 @@ SETTINGS = {
     "two lanes and a close": Serving(n_lanes=2, forward_only=True, closes=True),
     "a rank in the server's process": Serving(local_rank=0, recoveries=1),
     "frozen layers": FROZEN,
+    "ranks that go home": APART,
+    "ranks that go home, one in the server's process": Serving(apart=True, local_rank=0),
+    "a rank that goes home, and a recovery": Serving(n_ranks=1, apart=True, recoveries=1),
     "a pipeline": piped("1f1b", 2, 3),
     "a pipeline with little memory": piped("1f1b", 2, 3, limit_bytes=2),
     "backwards in two parts": piped("zero-bubble", 2, 3),
@@ -71,6 +75,10 @@ MISTAKES: dict[str, tuple[Serving, Break]] = {
     "a lane that has ended is waited for": (
         FROZEN,
         breaking(ServedTicks, "end_lane", lambda *_: ([], [], [])),
+    ),
+    "a tick goes on as if all of its ranks did": (
+        APART,
+        breaking(TickMachine, "leave", lambda *_: None),
     ),
 }
 

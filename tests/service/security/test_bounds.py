@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.server import ControlPlane
+from control_plane.settings import CoordinatorSettings
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.v1 import jobs_pb2, membership_pb2
@@ -151,10 +152,11 @@ def test_steps_that_a_rank_gives_up_are_bounded(tenants: tuple[Client, Client]) 
             )
         )
 
-    for step in range(64):
+    most = CoordinatorSettings.max_pending_steps
+    for step in range(most):
         give_up(step)
     with fails(rpc.Reason.BACKLOG):
-        give_up(64)
+        give_up(most)
     calm.close_job(job, lease, "done")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ControlPlane
+from core_attention.manifest import RankManifest, Segment
 from distca.contract import rpc
 from distca.contract.server_loss import LossCause, ServerLoss
 from tests.service.trainer_client.talking_rank import WAIT_SECONDS, TalkingRank
@@ -142,7 +143,8 @@ def test_time_without_a_control_plane_does_not_count(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(running(state_dir=tmp_path))
         with ranks_of(first.address) as ranks:
-            submit_all(ranks[:1], 0)
+            # It goes on in another rank's rows, so that the wait cannot end at home.
+            ranks[0].submit(0, manifest=RankManifest(0, 0, [[Segment(1, 9, 0, 5)], []]))
             stack.close()
             eventually(lambda: not any(rank.link.connected for rank in ranks))
             began = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from attention_node.hello import PROTOCOL_VERSION
+from core_attention.ca_task import Phase
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
 from data_plane.transport import Address, HandshakeRejected, TransportError
@@ -22,9 +23,11 @@ from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from distca.contract import rpc
 from distca.v1 import data_plane_pb2
+from tests.service.trainer_client.test_recovery import kill_at
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.errors import fails
 from tests.support.team import Team
+from tests.support.waiting import eventually
 from trainer_client import (
     CoreAttentionFailed,
     Placement,
@@ -58,6 +61,34 @@ def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
         doomed.processes[1].popen.send_signal(signal.SIGSTOP)
         result = team.check(whole())
         assert max(running.recoveries for running in result.running) >= 1
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_ranks_go_on_at_home_while_the_control_plane_is_away(
+    doomed: Cluster, placement: str
+) -> None:
+    with Team(doomed, 2, NODE_SHAPE, placement=placement) as team:
+        team.run(whole())
+        doomed.control_plane.kill()
+        for _ in range(2):
+            result = team.check(whole())
+            assert all(running.machine.at_home for running in result.running)
+        doomed.start_control_plane()
+        eventually(
+            lambda: not any(run.machine.at_home for run in team.check(whole()).running),
+            4 * SOON_SECONDS,
+        )
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_lost_servers_owe_is_computed_at_home_without_a_control_plane(
+    doomed: Cluster, monkeypatch: pytest.MonkeyPatch, phase: Phase
+) -> None:
+    with Team(doomed, 2, NODE_SHAPE, placement="pool") as team:
+        team.run(whole())
+        kill_at(monkeypatch, doomed.processes, rank=0, layer=0, phase=phase, step=1)
+        # The other rank may have all replies by then.
+        assert team.check(whole()).running[0].machine.at_home
 
 
 def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:

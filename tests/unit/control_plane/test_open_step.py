@@ -268,6 +268,20 @@ def test_absent_ranks_are_without_rows_and_have_finished() -> None:
     assert job.take_finished() is None
 
 
+def test_no_step_gets_a_number_that_a_rank_has_used_at_home() -> None:
+    job = job_of()
+    for rank in range(2):
+        join(job, rank, 1)
+    assert plan(job).step == 0
+    report(job, 0, 0)
+    report(job, 0, 3)
+    for rank in range(2):
+        join(job, rank, 2)
+    assert plan(job).step == 4
+    report(job, 1, 0)
+    assert job.take_finished() == 3
+
+
 def test_no_step_is_planned_before_all_ranks_have_joined_the_job() -> None:
     jobs = Jobs(lease_seconds=10.0, retained_steps=64, max_pending_steps=4)
     job = jobs.create(spec(), job_id="train-1", key=b"t")

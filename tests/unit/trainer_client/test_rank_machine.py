@@ -164,6 +164,23 @@ def test_a_hand_in_gets_its_number_and_those_before_it_are_void() -> None:
     assert rank.machine.manifests == ["manifest 5"]
 
 
+def test_a_hand_in_that_ran_at_home_is_left_out_under_another_number() -> None:
+    rank = Rank(ALONE)
+    rank.machine.join(1, "hand-in 1")
+    rank.machine.numbered(1, 4, "manifest 4")
+    rank.begin(4)
+    rank.running(4).go_home(0.0)
+    assert rank.machine.manifests == []
+    rank.machine.numbered_late(1, 3)
+    rank.plan(3, 1)
+    assert rank.machine.number_of(1) == 4
+    assert rank.machine.void_before(2) == [3]
+    rank.begin(3)
+    assert rank.machine.void_before(2) == []
+    assert rank.machine.next_step == 4
+    assert rank.machine.first_unknown == 5
+
+
 def test_plans_that_a_rank_does_not_run_are_its_servers_alone() -> None:
     """Connections stay when it goes on with a later step."""
     rank = running_rank()
@@ -496,6 +513,42 @@ def test_a_step_that_is_stopped_tells_servers_to_expect_no_more(n_complete: int)
     assert rank.running().is_complete
     assert not of_type(rank.machine.end_step(0, ""), instructions.ReportGivenUp)
     assert answer(rank.recover(2))[0] == ((2 * N_LAYERS,), True)
+
+
+def test_a_rank_that_goes_home_tells_servers_from_where_on() -> None:
+    rank = running_rank(ALONE)
+    rank.complete(forward(0), epoch=1)
+    rank.send(forward(1), epoch=1)
+    rank.running().server_failed(forward(1), 1, "server-1", "it was lost", "why", 0.0)
+    assert rank.running().go_home(1.0) == [instructions.EndLane(backward(1), 1)]
+    assert not rank.running().can_go_home
+    rank.running().computed(forward(1))
+    for tick in (backward(1), backward(0)):
+        assert rank.call(tick) is None
+        rank.running().computed(tick)
+    assert rank.running().is_complete
+    assert answer(rank.recover(2))[0] == ((2 * N_LAYERS,), False)
+    assert rank.plan(0, 2)[-1] == instructions.EndLane(forward(0), 2)
+
+
+def test_a_plan_that_comes_too_late_has_servers_told_that_the_rank_takes_no_part() -> None:
+    rank = Rank(ALONE)
+    rank.hand_in(0, 1)
+    rank.begin(0)
+    assert rank.running().go_home(0.0) == []
+    for tick in [*map(forward, range(N_LAYERS)), *map(backward, reversed(range(N_LAYERS)))]:
+        assert rank.call(tick) is None
+        rank.running().computed(tick)
+    rank.machine.end_step(0, "")
+    assert rank.plan(0, 1)[-1] == instructions.EndLane(forward(0), 1)
+    rank.begin(1)
+    (connect,) = of_type(rank.plan(1, 1), instructions.Connect)
+    assert connect.first_step == 1
+
+
+@pytest.mark.parametrize("lane", [SHARED, ALONE])
+def test_only_a_step_whose_documents_are_whole_goes_home(lane: LaneOutline) -> None:
+    assert running_rank(lane).running().can_go_home is not lane.is_shared
 
 
 @pytest.mark.parametrize("case", ["shared", "under way", "without a plan"])

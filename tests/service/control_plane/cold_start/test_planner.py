@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from control_plane.cold_start import planner as module
 from control_plane.cold_start.planner import ATTEMPTS, ColdPlanner, PlannerState
-from control_plane.cold_start.uncompiled import UncompiledPlanners
-from control_plane.planner import compiled
+from control_plane.planner import at_home, compiled
 from control_plane.planner.planning import PlanningOptions
+from core_attention.errors import PlanError
 from core_attention.plan import Plan
 from tests.support.planning_cases import SHAPE, pool, stream_manifest
 from tests.support.waiting import eventually
 
 MANIFEST, SERVERS = stream_manifest([900, 200, 500, 30], 2), pool(2)
-
-
-class Uncompiled(UncompiledPlanners):
-    """Plans nothing: it waits until nobody wants its plan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = threading.Event()
-
-    def start(self) -> None:
-        """There is no process."""
-
-    def plan(self, *args: Any, is_wanted: Callable[[], bool], **kwargs: Any) -> Plan | None:
-        self.asked.set()
-        while is_wanted():
-            time.sleep(0.01)
-        return None
 
 
 class Machine:
@@ -52,13 +35,11 @@ class Machine:
         self.compiles: Callable[[], str] = self.succeeds
         self.states: list[PlannerState] = []
         self.n_failures = 0
-        self.uncompiled = Uncompiled()
         monkeypatch.setattr(module, "load", lambda planner: self.in_cache)
         monkeypatch.setattr(module, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(ColdPlanner, "_compile_beside", lambda planner: self.compiles())
         self.planner = ColdPlanner(
             "balanced",
-            self.uncompiled,
             on_change=lambda name, state: self.states.append(state),
             on_failure=self._failed,
         )
@@ -86,12 +67,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def test_machine_code_that_is_there_is_used(machine: Machine) -> None:
     machine.in_cache = True
-    assert "uncompiled" not in machine.plan().reason
+    assert machine.plan().planner == "balanced"
     assert machine.states == [PlannerState.COMPILED]
-    assert not machine.uncompiled.asked.is_set()
 
 
-def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machine) -> None:
+def test_documents_stay_at_home_until_it_is_compiled(machine: Machine) -> None:
     go_on = threading.Event()
 
     def compiles() -> str:
@@ -99,14 +79,10 @@ def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machin
         return machine.succeeds()
 
     machine.compiles = compiles
-    plans: list[Plan] = []
-    thread = threading.Thread(target=lambda: plans.append(machine.plan()))
-    thread.start()
-    assert machine.uncompiled.asked.wait(30.0)
-    assert machine.planner.state is PlannerState.COMPILING
+    assert machine.plan().planner == at_home.NAME
     go_on.set()
-    thread.join(30.0)
-    assert plans[0].planner == "balanced"
+    machine.settle(PlannerState.COMPILED)
+    assert machine.plan().planner == "balanced"
     assert machine.states == [PlannerState.COMPILING, PlannerState.COMPILED]
 
 
@@ -161,24 +137,31 @@ def test_a_temporary_folder_is_said_once(
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
-def test_closing_ends_a_plan_that_waits(machine: Machine) -> None:
+@pytest.mark.parametrize("ends", ["compiled", "closed"])
+def test_what_fits_on_no_server_whole_waits_for_the_planner(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    go_on = threading.Event()
+
+    def refuse(*_: Any, **__: Any) -> Plan:
+        raise PlanError("it fits nowhere")
+
+    monkeypatch.setattr(at_home, "plan", refuse)
 
     def compiles() -> str:
-        assert machine.planner._closing.wait(30.0)
-        return "was killed by signal 9"
+        go_on.wait(30.0)
+        return machine.succeeds()
 
     machine.compiles = compiles
-    errors: list[BaseException] = []
-
-    def plan() -> None:
-        try:
-            machine.plan()
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=plan)
-    thread.start()
-    assert machine.uncompiled.asked.wait(30.0)
-    machine.planner.close()
-    thread.join(30.0)
-    assert "the control plane ends" in str(errors[0])
+    with ThreadPoolExecutor(1) as thread:
+        plan = thread.submit(machine.plan)
+        with pytest.raises(TimeoutError):
+            plan.result(0.1)
+        if ends == "compiled":
+            go_on.set()
+            assert plan.result(30.0).planner == "balanced"
+        else:
+            machine.planner.close()
+            with pytest.raises(PlanError):
+                plan.result(30.0)
+            go_on.set()

@@ -13,7 +13,7 @@ import grpc
 import psutil
 import pytest
 
-from control_plane.cold_start.uncompiled_process import NOTE
+from control_plane.planner import at_home
 from distca.contract.codec import plan_from_proto
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2
 from tests.support import service_harness
@@ -58,9 +58,8 @@ def test_it_plans_while_the_planner_compiles(
             assert planner_state(client.channel) == "compiling"
             children = process.children(recursive=True)
             watcher.cancel()
-        assert plan.planner == "balanced"
-        assert plan.reason.endswith(NOTE)
-        assert len(children) == 2
+        assert plan.planner == at_home.NAME
+        assert len(children) == 1
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
