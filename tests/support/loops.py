@@ -36,20 +36,24 @@ def submitted(session: Session, steps: Iterable[NanoBatches]) -> Iterator[tuple[
 
 
 class PingPong(nn.Module):
-    """Runs a module over the nano-batches of a step, in turns or one after the other."""
+    """Runs a module over the nano-batches of a step, in turns or one after the other; not over
+    those without rows, of which there are no outputs."""
 
     def __init__(self, module: nn.Module, *, interleave: bool = True) -> None:
         super().__init__()
         self.module, self.interleave = module, interleave
 
     def forward(self, nano_batches: NanoBatches) -> list[Any]:
-        if self.interleave:
+        running = require_step()
+        held = [index for index in range(len(nano_batches)) if running.n_rows(index)]
+        if self.interleave and held:
             require_prepared(self.module)
-            calls: list[Call] = [((), batch) for batch in nano_batches]
-            return run_in_turns(self.module, calls, 0, is_last=True, model=self.module)
+            first, last = held[0], held[-1]
+            calls: list[Call] = [((), batch) for batch in nano_batches[first : last + 1]]
+            return run_in_turns(self.module, calls, first, is_last=True, model=self.module)
         outputs = []
-        for index, batch in enumerate(nano_batches):
+        for index in held:
             with in_nano_batch(index):
-                outputs.append(self.module(**batch))
-            require_step().lane_returned(index)
+                outputs.append(self.module(**nano_batches[index]))
+            running.lane_returned(index)
         return outputs

@@ -123,8 +123,8 @@ def _steps(run: FamilyRun, model: nn.Module, options: SessionOptions) -> Iterato
             session.submit(RankManifest(step, options.rank, nano_batches))
             model.zero_grad()
             with session.step(step):
-                losses = [loss_of(output.logits) for output in ping_pong(batches)]
-                torch.stack(losses).sum().backward()
+                if losses := [loss_of(output.logits) for output in ping_pong(batches)]:
+                    torch.stack(losses).sum().backward()
             yield gradients_of(model)
 
 
