@@ -19,6 +19,7 @@ def start_child(
     environ: Mapping[str, str],
     *,
     stderr: int | IO[bytes],
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Starts ``python -m module``, which calls :func:`end_with_parent`.
 
@@ -33,6 +34,7 @@ def start_child(
         stdout=subprocess.DEVNULL,
         stderr=stderr,
         env={**os.environ, **environ},
+        pass_fds=pass_fds,
         start_new_session=True,
     )
 

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import Any
 
 from control_plane.cold_start.child import how_it_ended, start_child
+from control_plane.cold_start.uncompiled import UncompiledPlanners
 from control_plane.planner import at_home, compiled
 from control_plane.planner.planners import PLANNERS, load, prepare
 from control_plane.planner.planning import PlanningOptions, PlanningServer
@@ -17,6 +19,7 @@ from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,8 @@ ATTEMPTS = 3
 """How often compiling is tried in a process of its own."""
 PAUSE_SECONDS = 10.0
 """Between two attempts: what killed the first, such as a lack of memory, may pass."""
+SLOW_SECONDS = default_seconds("late_plan_seconds")
+"""A plan that takes longer uncompiled is the last one made so: it comes too late for its step."""
 SETTLE_SECONDS = 600.0
 """How long a plan that cannot leave documents at home waits for the machine code."""
 END_SECONDS = 5.0
@@ -36,8 +41,8 @@ class PlannerState(StrEnum):
     Attributes:
         IDLE: nobody has asked for it.
         COMPILED: at its full speed.
-        COMPILING: documents stay at home, until its machine code is there.
-        UNCOMPILED: they do for good: compiling has failed.
+        COMPILING: uncompiled, until its machine code is there.
+        UNCOMPILED: uncompiled, and it stays so: compiling has failed.
     """
 
     IDLE = "idle"
@@ -47,13 +52,14 @@ class PlannerState(StrEnum):
 
 
 class ColdPlanner:
-    """Planner ``name`` of :data:`PLANNERS`: compiled as soon as it can be; documents stay at home
-    until then.
+    """Planner ``name`` of :data:`PLANNERS`: compiled as soon as it can be. Until then uncompiled
+    where that is quick enough; else documents stay at home.
 
     Thread-safe.
 
     Args:
         name: the planner's.
+        uncompiled: runs it meanwhile.
         on_change: called with each new state, on any thread.
         on_failure: called each time that compiling has failed, likewise.
     """
@@ -61,12 +67,15 @@ class ColdPlanner:
     def __init__(
         self,
         name: str,
+        uncompiled: UncompiledPlanners,
         *,
         on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._planner = PLANNERS[name]
+        self._uncompiled = uncompiled
+        self._is_slow = self._has_planned = False
         self._on_change = on_change
         self._on_failure = on_failure
         self._lock = threading.Lock()
@@ -88,6 +97,10 @@ class ColdPlanner:
     ) -> Plan:
         """As :class:`Planner`."""
         self.start()
+        if not (self._is_compiled or self._is_slow):
+            plan = self._plan_uncompiled(manifest, servers, shape, options, epoch=epoch)
+            if plan is not None:
+                return plan
         if not self._is_compiled:
             try:
                 return at_home.plan(manifest, servers, shape, options, epoch=epoch)
@@ -97,6 +110,20 @@ class ColdPlanner:
                 if not self._is_compiled:
                     raise
         return self._planner(manifest, servers, shape, options, epoch=epoch)
+
+    def _plan_uncompiled(self, *request: Any, epoch: int) -> Plan | None:
+        """None if the planner is compiled meanwhile, ends, or no process can make the plan."""
+        started = time.monotonic()
+        plan = self._uncompiled.plan(
+            self._name, *request, epoch=epoch, is_wanted=lambda: not self._is_over()
+        )
+        # The first plan may have waited for the process to start.
+        self._is_slow = self._has_planned and time.monotonic() - started > SLOW_SECONDS
+        self._has_planned = plan is not None
+        return plan
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self._is_compiled
 
     @property
     def _is_compiled(self) -> bool:
@@ -112,13 +139,14 @@ class ColdPlanner:
                 return
             self._become(PlannerState.COMPILING)
             logger.info(
-                "compiling planner %s, a minute or two; documents stay at home until then",
+                "compiling planner %s, a minute or two; plans are made uncompiled until then",
                 self._name,
             )
             self._thread = threading.Thread(
                 target=self._compile, name=f"compile-{self._name}", daemon=True
             )
             self._thread.start()
+        self._uncompiled.start()
 
     def close(self) -> None:
         """Plans no more, and compiles no more."""
@@ -144,8 +172,8 @@ class ColdPlanner:
         elif not self._closing.is_set():
             self._become(PlannerState.UNCOMPILED)
             logger.error(
-                "planner %s stays uncompiled: documents stay at home, nothing is balanced; mend "
-                "the cause and start the control plane again",
+                "planner %s stays uncompiled: large steps are not balanced; mend the cause and "
+                "start the control plane again",
                 self._name,
             )
 

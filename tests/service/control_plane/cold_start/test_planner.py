@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from control_plane.cold_start import planner as module
 from control_plane.cold_start.planner import ATTEMPTS, ColdPlanner, PlannerState
+from control_plane.cold_start.uncompiled import UncompiledPlanners
 from control_plane.planner import at_home, compiled
+from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import PlanningOptions
 from core_attention.errors import PlanError
 from core_attention.plan import Plan
@@ -19,6 +22,31 @@ from tests.support.planning_cases import SHAPE, pool, stream_manifest
 from tests.support.waiting import eventually
 
 MANIFEST, SERVERS = stream_manifest([900, 200, 500, 30], 2), pool(2)
+
+
+class Uncompiled(UncompiledPlanners):
+    """No process: it gives :attr:`answer`, or else waits until nobody wants a plan.
+
+    Attributes:
+        can_plan: False: no process could be started.
+        answer: the plan that it makes.
+        n_asked: the plans that were wanted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.can_plan = True
+        self.answer: Plan | None = None
+        self.n_asked = 0
+
+    def start(self) -> None:
+        """There is no process."""
+
+    def plan(self, *args: Any, is_wanted: Callable[[], bool], **kwargs: Any) -> Plan | None:
+        self.n_asked += 1
+        while self.can_plan and self.answer is None and is_wanted():
+            time.sleep(0.01)
+        return self.answer
 
 
 class Machine:
@@ -35,11 +63,13 @@ class Machine:
         self.compiles: Callable[[], str] = self.succeeds
         self.states: list[PlannerState] = []
         self.n_failures = 0
+        self.uncompiled = Uncompiled()
         monkeypatch.setattr(module, "load", lambda planner: self.in_cache)
         monkeypatch.setattr(module, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(ColdPlanner, "_compile_beside", lambda planner: self.compiles())
         self.planner = ColdPlanner(
             "balanced",
+            self.uncompiled,
             on_change=lambda name, state: self.states.append(state),
             on_failure=self._failed,
         )
@@ -69,9 +99,40 @@ def test_machine_code_that_is_there_is_used(machine: Machine) -> None:
     machine.in_cache = True
     assert machine.plan().planner == "balanced"
     assert machine.states == [PlannerState.COMPILED]
+    assert not machine.uncompiled.n_asked
 
 
-def test_documents_stay_at_home_until_it_is_compiled(machine: Machine) -> None:
+def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machine) -> None:
+    go_on = threading.Event()
+
+    def compiles() -> str:
+        go_on.wait(30.0)
+        return machine.succeeds()
+
+    machine.compiles = compiles
+    with ThreadPoolExecutor(1) as thread:
+        plan = thread.submit(machine.plan)
+        eventually(lambda: machine.uncompiled.n_asked == 1)
+        go_on.set()
+        assert plan.result(30.0).planner == "balanced"
+
+
+def test_documents_stay_at_home_where_plans_made_uncompiled_are_slow(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
+    machine.compiles = lambda: "was killed by signal 9"
+    machine.uncompiled.answer = compiled_plan = PLANNERS["balanced"](
+        MANIFEST, SERVERS, SHAPE, PlanningOptions(), epoch=0
+    )
+    # The first one may have waited for the process.
+    assert [machine.plan() for _ in range(2)] == [compiled_plan] * 2
+    assert machine.plan().planner == at_home.NAME
+    assert machine.uncompiled.n_asked == 2
+
+
+def test_documents_stay_at_home_where_nothing_plans_uncompiled(machine: Machine) -> None:
+    machine.uncompiled.can_plan = False
     go_on = threading.Event()
 
     def compiles() -> str:
@@ -141,6 +202,7 @@ def test_a_temporary_folder_is_said_once(
 def test_what_fits_on_no_server_whole_waits_for_the_planner(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
+    machine.uncompiled.can_plan = False
     go_on = threading.Event()
 
     def refuse(*_: Any, **__: Any) -> Plan:

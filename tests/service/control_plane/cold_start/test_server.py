@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from control_plane.cold_start.uncompiled_process import NOTE
 from control_plane.planner import at_home
 from distca.contract.codec import plan_from_proto
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2
@@ -58,8 +59,9 @@ def test_it_plans_while_the_planner_compiles(
             assert planner_state(client.channel) == "compiling"
             children = process.children(recursive=True)
             watcher.cancel()
-        assert plan.planner == at_home.NAME
-        assert len(children) == 1
+        # The latter where the process that plans takes long to start.
+        assert plan.reason.endswith(NOTE) or plan.planner == at_home.NAME
+        assert len(children) == 2
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
