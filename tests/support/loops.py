@@ -11,6 +11,7 @@ import distca
 from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
 from trainer_client import Session, in_nano_batch
+from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.sharded_weights import require_prepared
 from trainer_client.step.lane import require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
@@ -43,6 +44,7 @@ class PingPong(nn.Module):
         super().__init__()
         self.module, self.interleave = module, interleave
 
+    @outside_graphs
     def forward(self, nano_batches: NanoBatches) -> list[Any]:
         running = require_step()
         held = [index for index in range(len(nano_batches)) if running.n_rows(index)]

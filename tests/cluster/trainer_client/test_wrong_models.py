@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Callable[[Session, int], None], str]] = {
     "backward twice": (backward_twice, "run backward once"),
     "backward in another order": (backward_in_another_order, "layer 0 while layer 2 is next"),
     "backward after the step": (backward_after_the_step, "0 of 3 backward"),
-    "without PingPong": (without_ping_pong, "wrap it in PingPong"),
+    "without PingPong": (without_ping_pong, "in_nano_batch"),
     "a transform": (transformed, "torch.func.*at_home"),
     "an error before the first call": (runs(OneLaneBreaks), "second nano-batch"),
     "an error in the forward pass": (runs(lambda: breaks_at(0)), "after layer 0"),
