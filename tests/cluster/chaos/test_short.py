@@ -203,7 +203,9 @@ def test_without_checksums_rows_that_are_changed_make_the_loss_wrong(
     with on_a_switch(tmp_path, settings, slow_cables=("node-0",)) as (links, job), job:
         disturbance = Disturbance(job, random.Random(3))
         disturbance.wait_for_step(5)
-        change_rows(links, disturbance, "node-0", Direction.IN)
+        # More than it takes to be found: one changed row moves a loss by half the tolerance.
+        for _ in range(20):
+            change_rows(links, disturbance, "node-0", Direction.IN)
         disturbance.finish()
     with pytest.raises(AssertionError, match="the loss is"):
         references.of(CHANGED).check(job)
