@@ -6,6 +6,7 @@ Every method either does all it says or raises and changes nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +99,9 @@ class Job:
         self.why_at_home = ""
         self.leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._groups = TensorParallelGroups()
-        self.open_step = OpenStep(spec.n_ranks, spec.n_nano_batches, self._group_of)
+        # No method of the job: memory of one that is closed is freed with its last reference.
+        group_of = functools.partial(_group_of, spec, self._groups)
+        self.open_step = OpenStep(spec.n_ranks, spec.n_nano_batches, group_of)
         # Steps that an earlier control plane has numbered, as their ranks hand them in again.
         self._numbered: dict[int, PendingStep] = {}
         self._pending: dict[int, PendingStep] = {}
@@ -730,13 +733,6 @@ class Job:
             why = difference_of_stages(self.spec.pipelining, manifests)
         return why
 
-    def _group_of(self, rank: int) -> Sequence[int]:
-        """The ranks without which ``rank`` cannot run a step. Which ones form a pipeline with it is
-        not known: all may."""
-        if self.spec.pipelining is not None:
-            return range(self.spec.n_ranks)
-        return self._groups.group_of(rank)
-
     def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
         """The last progress of each rank. Ranks without the step have nothing outstanding."""
         n_nano_batches, without = self.spec.n_nano_batches, self._without(ready, answers)
@@ -793,6 +789,12 @@ class Job:
             f"rank {manifest.rank} has submitted another manifest for step {manifest.step} of job "
             f"{self.job_id}; a step is submitted once, or again after it failed"
         )
+
+
+def _group_of(spec: JobSpec, groups: TensorParallelGroups, rank: int) -> Sequence[int]:
+    """The ranks without which ``rank`` cannot run a step. Which ones form a pipeline with it is not
+    known: all may."""
+    return groups.group_of(rank) if spec.pipelining is None else range(spec.n_ranks)
 
 
 def _is_begun(step: int, answers: Answers) -> bool:

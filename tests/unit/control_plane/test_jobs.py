@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import tracemalloc
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +70,18 @@ def job(jobs: Jobs) -> Job:
     for rank in (0, 1):
         job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
     return job
+
+
+def test_a_job_is_freed_with_its_last_reference() -> None:
+    """Manifests of a large job would stay until Python looks for circles."""
+    job = Job("train-1", spec(), b"t", lease_seconds=9.0, retained_steps=4, max_pending_steps=4)
+    held = weakref.ref(job)
+    gc.disable()
+    try:
+        del job
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def submit(job: Job, rank: int, step: int, forward_only: bool = False, now: float = 0.0) -> None:
