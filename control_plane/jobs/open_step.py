@@ -39,7 +39,7 @@ _MOST_SECONDS = default_seconds("plan_timeout_seconds") / 2
 
 @dataclass(frozen=True, kw_only=True)
 class HandIn:
-    """What a rank holds in its next forward.
+    """The documents of a rank's next forward.
 
     Attributes:
         sequence: counts the rank's hand-ins, from 1 on.

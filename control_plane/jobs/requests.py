@@ -197,7 +197,7 @@ def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How a rank joins a step.
+    """A rank's way into a step.
 
     Attributes:
         sequence, is_awaited, forward_only, turns, first_step, open_places: see
@@ -238,7 +238,7 @@ class Joining:
 
 
 def joining_from_proto(request: jobs_pb2.SubmitManifestRequest) -> Joining:
-    """How the rank of ``request`` joins a step."""
+    """The way in which the rank of ``request`` joins a step."""
     joining = request.joining
     if joining.first_step >= MAX_FIRST_STEP:
         raise InvalidRequestError(

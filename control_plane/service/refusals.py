@@ -36,7 +36,7 @@ _LOGGED = {
     Reason.RATE_LIMITED,
     Reason.QUOTA,
 }
-"""What is refused because of who asks, or how much."""
+"""The refusals because of who asks, or how much."""
 
 
 @dataclass

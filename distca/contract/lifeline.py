@@ -46,7 +46,7 @@ class Lifeline(Generic[AnyContact]):
     Attributes:
         who: is kept in contact, for logs.
         expects_end: the control plane is about to end the stream of events, which is no loss.
-        lost_at: ``time.monotonic()`` when it was heard last before it was lost the last time.
+        lost_at: ``time.monotonic()`` of its last message before it was lost the last time.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Lifeline(Generic[AnyContact]):
 
     def let_go(self, contact: AnyContact, error: Exception, lost_at: float | None = None) -> None:
         """``contact`` is of no use any more; the watching thread looks for a new one. ``lost_at``:
-        when it was heard last; None: just now."""
+        of its last message; None: just now."""
         with self._changed:
             if self._contact is not contact:
                 return

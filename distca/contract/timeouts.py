@@ -58,7 +58,7 @@ class Order:
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 TIMEOUTS = {name: Timeout(**row) for name, row in _TABLE["timeouts"].items()}
-"""By the name of the setting."""
+"""The waits, by the name of the setting."""
 
 ORDERS = [Order(**row) for row in _TABLE["orders"]]
 

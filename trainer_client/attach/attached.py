@@ -189,7 +189,7 @@ def _place() -> tuple[int, int]:
 
 
 def _reason(error: object) -> str:
-    """Why a process ends with ``error``, for the other ranks; empty if its training is done."""
+    """The reason of an end with ``error``, for the other ranks; empty if its training is done."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"

@@ -116,7 +116,7 @@ class CallRows:
 
 
 def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the mask on the host, 0 where padding is; None if it tells nothing."""
+    """Return the mask on the host, 0 where padding is; None if it says nothing."""
     mask = named.get("attention_mask")
     if not isinstance(mask, torch.Tensor):
         # None, or those that the model has made for kinds of layers, which look at them.

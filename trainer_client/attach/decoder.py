@@ -27,7 +27,7 @@ from trainer_client.models.document_check import (
     check_given,
 )
 from trainer_client.step.lane import Lane, current_lane
-from trainer_client.step.ping_pong import Call, Turns
+from trainer_client.step.ping_pong import Call, TakenTurns
 from trainer_client.turns.parts import RowPart, joined, neighbours, rows_joined
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -130,7 +130,7 @@ class DecoderInTurns:
                 for name, value in named.items()
             }
             calls.append(((), cut))
-        turns = Turns(
+        turns = TakenTurns(
             self._run_part, running, calls, first=first, is_last=False, model=self._decoder
         )
         return joined(turns.run(), functools.partial(self._join, parts=parts))

@@ -20,7 +20,7 @@ HandedInStep = jobs_pb2.SubmitManifestRequest
 
 
 def sequence_of(handed_in: HandedInStep) -> int:
-    """Which of the rank's hand-ins it is, if it has no number so far; else 0."""
+    """The count of this hand-in of the rank, if it has no number so far; else 0."""
     return 0 if handed_in.joining.numbered else handed_in.joining.sequence
 
 

@@ -49,10 +49,10 @@ def run_in_turns(
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
-    return Turns(forward, running, calls, first=first, is_last=is_last, model=model).run()
+    return TakenTurns(forward, running, calls, first=first, is_last=is_last, model=model).run()
 
 
-class Turns:
+class TakenTurns:
     """One greenlet per nano-batch; this one hands out the turns, round robin. For the arguments see
     :func:`run_in_turns`."""
 

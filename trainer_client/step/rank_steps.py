@@ -872,7 +872,7 @@ class RankSteps:
             self._metrics.stale_result()
 
     def _end_lane(self, first: Tick, epoch: int) -> None:
-        """Each server is told with the first tick, from ``first`` on, that it takes part in."""
+        """Ends a lane at each server, with its first tick from ``first`` on."""
         running, n_layers = self._running.get(first.step), self._options.layer_ticks
         routes = self._routes_of(running, epoch) if running is not None else None
         if running is None or routes is None or self._exchanger is None:

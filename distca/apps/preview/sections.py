@@ -12,7 +12,7 @@ from core_attention.ca_task import Phase
 from distca.apps.simulator.comparison import BASELINES, Comparison
 from distca.apps.simulator.disaggregated import DisaggregatedStep
 from distca.apps.simulator.offline import OfflineBatch, what_bounds
-from distca.apps.simulator.overlap import Way, head_groups_that_pay
+from distca.apps.simulator.overlap import Hiding, head_groups_that_pay
 from distca.apps.simulator.schedules import EVEN, IDLE_AWARE, ScheduleComparison, ScheduleTimes
 from distca.apps.simulator.traffic import server_endpoints
 
@@ -90,9 +90,9 @@ def comparison_section(
 
 
 def overlap_section(
-    columns: Sequence[str], shares: Sequence[Mapping[Way | str, float]]
+    columns: Sequence[str], shares: Sequence[Mapping[Hiding | str, float]]
 ) -> PageSection:
-    """What each way of hiding messages leaves exposed, and which head_groups pay, in columns."""
+    """Shows the share that each way of hiding messages leaves exposed, and which groups pay."""
     rows = [(str(way), *(f"{each[way]:.1%}" for each in shares)) for way in shares[0]]
     pay = ("head_groups that pay in one lane", *(str(head_groups_that_pay(s)) for s in shares))
     return PageSection("Ways to hide messages", (_WAYS,), ("", *columns), [*rows, pay])

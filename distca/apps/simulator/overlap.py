@@ -27,7 +27,7 @@ from distca.apps.simulator.ping_pong import PortTransfer, deliver
 from distca.apps.simulator.setup import Setup
 
 PIECE_SECONDS = 5e-3
-"""Of a call of own tasks: so long others' may have to wait for its end."""
+"""The length of a call of own tasks: so long others' may have to wait for its end."""
 
 HEAD_GROUPS = (1, 2, 4, 8)
 
@@ -37,8 +37,8 @@ out, cost as much with 8B models on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """How one nano-batch hides its messages.
+class Hiding:
+    """A way in which one nano-batch hides its messages.
 
     Attributes:
         head_groups: ticks of a layer, each with one in so many heads.
@@ -58,12 +58,12 @@ PING_PONG = "two lanes (ping-pong)"
 
 def exposed_shares(
     setup: Setup, batches: Sequence[Int64Array], method: Method
-) -> dict[Way | str, float]:
+) -> dict[Hiding | str, float]:
     """The share of steps that waits for messages, in every way that the model's heads allow;
     without pipeline stages."""
     heads = setup.model.num_heads_kv // setup.cluster.tensor_parallel
     ways = [
-        Way(head_groups=n_groups, remote_first=remote_first)
+        Hiding(head_groups=n_groups, remote_first=remote_first)
         for remote_first in (False, True)
         for n_groups in HEAD_GROUPS
         if heads % n_groups == 0
@@ -73,7 +73,7 @@ def exposed_shares(
         method = replace(method, cuts_documents=False, pack=pack_in_order)
     methods = (replace(method, n_nano_batches=n_nano_batches) for n_nano_batches in (1, 2))
     one, two = ([plan_lengths(setup, batch, each)[1] for batch in batches] for each in methods)
-    shares: dict[Way | str, float] = {way: _share(setup, one, way) for way in ways}
+    shares: dict[Hiding | str, float] = {way: _share(setup, one, way) for way in ways}
     ticks = [
         tick_time(setup, works, setup.layers_per_stage) for step in two for works in step.values()
     ]
@@ -81,16 +81,16 @@ def exposed_shares(
     return shares
 
 
-def head_groups_that_pay(shares: Mapping[Way | str, float]) -> int:
+def head_groups_that_pay(shares: Mapping[Hiding | str, float]) -> int:
     """The fewest groups beyond which no more pay."""
-    ways = {way: share for way, share in shares.items() if isinstance(way, Way)}
+    ways = {way: share for way, share in shares.items() if isinstance(way, Hiding)}
     least = min(share for way, share in ways.items() if way.remote_first)
     return min(
         way.head_groups for way, share in ways.items() if way.remote_first and share < least + PAYS
     )
 
 
-def lane_seconds(work: SlotWork, n_layers: int, way: Way, cluster: ClusterSpec) -> float:
+def lane_seconds(work: SlotWork, n_layers: int, way: Hiding, cluster: ClusterSpec) -> float:
     """Seconds of ``n_layers`` equal layers of one nano-batch, from the first linear part to the
     last reply, over the links of ``cluster``."""
     group = work.divided(way.head_groups)
@@ -116,7 +116,7 @@ def lane_seconds(work: SlotWork, n_layers: int, way: Way, cluster: ClusterSpec) 
     return float(max(compute.max(), in_free.max()))
 
 
-def _share(setup: Setup, steps: Sequence[dict[Phase, list[SlotWork]]], way: Way) -> float:
+def _share(setup: Setup, steps: Sequence[dict[Phase, list[SlotWork]]], way: Hiding) -> float:
     n_layers, cluster = setup.layers_per_stage, setup.cluster
     instant = replace(
         cluster,

@@ -7,7 +7,13 @@ import pytest
 
 from distca.apps.simulator.cluster import ClusterSpec
 from distca.apps.simulator.disaggregated import SlotWork
-from distca.apps.simulator.overlap import PAYS, PING_PONG, Way, head_groups_that_pay, lane_seconds
+from distca.apps.simulator.overlap import (
+    PAYS,
+    PING_PONG,
+    Hiding,
+    head_groups_that_pay,
+    lane_seconds,
+)
 from distca.apps.simulator.traffic import Messages
 
 CLUSTER = ClusterSpec(
@@ -28,27 +34,27 @@ def swapped(gigabytes: int) -> Messages:
     ("way", "seconds"),
     [
         # Linear 1, own 3, others 2, and the reply's 2: the request's 1 hides behind own tasks.
-        (Way(remote_first=False), 8),
+        (Hiding(remote_first=False), 8),
         # Replies travel behind the rest of the own tasks.
-        (Way(), 6),
+        (Hiding(), 6),
         # The second half of the replies hides behind nothing.
-        (Way(head_groups=2, remote_first=False), 7),
-        (Way(head_groups=2), 6),
+        (Hiding(head_groups=2, remote_first=False), 7),
+        (Hiding(head_groups=2), 6),
     ],
     ids=str,
 )
-def test_what_messages_hide_behind(way: Way, seconds: float) -> None:
+def test_what_messages_hide_behind(way: Hiding, seconds: float) -> None:
     both = np.ones(2)
     work = SlotWork(both, 5 * both, 3 * both, swapped(1), swapped(2))
     assert lane_seconds(work, 4, way, CLUSTER) == pytest.approx(4 * seconds)
 
 
 def test_groups_must_save_more_than_the_model_leaves_out() -> None:
-    shares: dict[Way | str, float] = {
-        Way(): 0.1,
-        Way(head_groups=2): 0.02,
-        Way(head_groups=4): 0.02 - PAYS / 2,
-        Way(head_groups=8, remote_first=False): 0.0,
+    shares: dict[Hiding | str, float] = {
+        Hiding(): 0.1,
+        Hiding(head_groups=2): 0.02,
+        Hiding(head_groups=4): 0.02 - PAYS / 2,
+        Hiding(head_groups=8, remote_first=False): 0.0,
         PING_PONG: 0.0,
     }
     assert head_groups_that_pay(shares) == 2
