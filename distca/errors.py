@@ -23,10 +23,6 @@ class MissingPackageError(DistcaError):
     """A package is needed that is not installed."""
 
 
-class ModelConfigError(DistcaError):
-    """The model's configuration is missing, malformed or unsupported."""
-
-
 class CheckpointError(DistcaError):
     """A checkpoint cannot be written or read, or belongs to another run."""
 

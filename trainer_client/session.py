@@ -249,10 +249,6 @@ class Session:
         """The number after the last step begun or submitted; 0 at first."""
         return max(self._handed_in | {self._last_step}) + 1
 
-    def is_past(self, step: int) -> bool:
-        """Returns whether ``step``, or a later one, has begun: then it cannot begin any more."""
-        return step <= self._last_step
-
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
         """Hands in what this rank holds in a coming step; returns at once.
 

@@ -50,12 +50,6 @@ def check_range(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name} is {value}; it must be {low} to {high}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """``value`` is an integer of 0 or more."""
-    if not isinstance(value, Integral) or int(value) < 0:
-        raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
-
-
 def check_bool(settings: object, /, *names: str) -> None:
     """Each named field is True or False, or what equals one of them, or None."""
     for name in names:
