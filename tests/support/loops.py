@@ -37,17 +37,24 @@ def submitted(session: Session, steps: Iterable[NanoBatches]) -> Iterator[tuple[
 
 
 class PingPong(nn.Module):
-    """Runs a module over the nano-batches of a step, in turns or one after the other; not over
-    those without rows, of which there are no outputs."""
+    """Runs a module over the nano-batches of a step, in turns or one after the other; over those
+    without rows only if ``takes_no_rows``, else there are no outputs of them."""
 
-    def __init__(self, module: nn.Module, *, interleave: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, *, interleave: bool = True, takes_no_rows: bool = False
+    ) -> None:
         super().__init__()
         self.module, self.interleave = module, interleave
+        self._takes_no_rows = takes_no_rows
 
     @outside_graphs
     def forward(self, nano_batches: NanoBatches) -> list[Any]:
         running = require_step()
-        held = [index for index in range(len(nano_batches)) if running.n_rows(index)]
+        held = [
+            index
+            for index in range(len(nano_batches))
+            if self._takes_no_rows or running.n_rows(index)
+        ]
         if self.interleave and held:
             require_prepared(self.module)
             first, last = held[0], held[-1]

@@ -223,7 +223,9 @@ class Team:
             for nano in range(self.n_nano_batches)
         ]
         model = PingPong(
-            Layers(self._layers, checkpointed=self._checkpointed), interleave=self._interleave
+            Layers(self._layers, checkpointed=self._checkpointed),
+            interleave=self._interleave,
+            takes_no_rows=True,
         )
         with session.step(manifest.step) as running:
             outputs = model(batches)

@@ -63,7 +63,7 @@ def main() -> None:
     given = torch.load(given_file, weights_only=False)
     options, layers = SessionOptions(**given["options"]), given["layers"]
     device = torch.device(options.device)
-    model = PingPong(Layers(layers, checkpointed=False))
+    model = PingPong(Layers(layers, checkpointed=False), takes_no_rows=True)
     found = []
     with Session.open(options) as session:
         for step, manifest in enumerate(given["manifests"]):
