@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import greedy, planner_figures, planner_pipelines
+from benchmarks import greedy, planner_pipelines
 from control_plane.planner import balanced
 from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.homes import plan_homes
@@ -266,33 +266,11 @@ def report(console: Console, rows: list[tuple[Case, dict[str, tuple[float, float
     console.print(table)
 
 
-def draw_figures(records: list[dict[str, Any]], folder: Path) -> None:
-    """The figures of docs/planner.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    planner_figures.draw_bytes(records, folder / "planner-bytes.png")
-    case = Case(name="prolong", tokens=128 * K, longest=128 * K, n=64, seeds=1)
-    manifest, servers = draw(case, 2), servers_of(case.n, CostProfile.load(PROFILE))
-    base = Planned.by(greedy.plan, manifest, servers, GREEDY_TOLERANCE).plan.forward_forecast
-    ours = Planned.by(balanced.plan, manifest, servers, 0.03).plan.forward_forecast
-    assert base is not None
-    assert ours is not None
-    seconds = {
-        "at home": base.home_seconds[0],
-        "greedy, eps 0.1": base.seconds[0],
-        "balanced, eps 0.03": ours.seconds[0],
-    }
-    planner_figures.draw_loads(seconds, float(ours.seconds.mean()), folder / "planner-loads.png")
-    planner_figures.draw_chunk(folder / "planner-chunk.png")
-
-
 def main(
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 20,
     quick: Annotated[bool, typer.Option(help="A few small kinds of steps, in a minute.")] = False,
     only: Annotated[str, typer.Option(help="Only kinds that contain it, as 'n=512'.")] = "",
-    figures: Annotated[
-        Path | None, typer.Option(help="Folder to draw the figures of docs/planner.md into.")
-    ] = None,
     pipelines: Annotated[
         bool, typer.Option(help="Only how long steps of pipelines take to plan.")
     ] = False,
@@ -315,8 +293,6 @@ def main(
             records = [asdict(done) | {"results": values} for done, values in rows]
             output.write_text(json.dumps(records, indent=1))
     report(console, rows)
-    if figures is not None:
-        draw_figures([asdict(done) | {"results": values} for done, values in rows], figures)
 
 
 if __name__ == "__main__":
