@@ -18,10 +18,7 @@ from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalanc
 from benchmarks.gpu.training import batches, methods, trace
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
-from control_plane.planner.planning import PlanningOptions
-from core_attention.cost_model import CostProfile
-from core_attention.manifest import Manifest, RankManifest
-from core_attention.shape import AttentionShape
+from core_attention.manifest import RankManifest
 from tests import ROOT
 from tests.support.programs import ran
 
@@ -41,13 +38,6 @@ def work(manifest: RankManifest) -> int:
     )
 
 
-def test_batches_fill_all_ranks_and_differ_by_seed(batch: Batch) -> None:
-    assert [int(lengths.sum()) for lengths in batch.ranks] == [TOKENS] * RANKS
-    assert batch.qk_pairs == sum(work(manifest) for manifest in batches.packed(batch))
-    other = draw_batch(3, RANKS, TOKENS, "pretrain")
-    assert other.lengths.tolist() != batch.lengths.tolist()
-
-
 def test_stretched_documents_are_longer_and_fill_all_ranks(batch: Batch) -> None:
     stretched = draw_batch(2, RANKS, 2 * TOKENS, "pretrain", stretch=2)
     for lengths, drawn in zip(stretched.ranks, batch.ranks, strict=True):
@@ -61,12 +51,6 @@ def one_document() -> Batch:
     return draw_batch(2, RANKS, TOKENS, batches.ONE_DOCUMENT)
 
 
-def test_one_document_fills_all_ranks(one_document: Batch) -> None:
-    assert one_document.lengths.tolist() == [RANKS * TOKENS]
-    assert one_document.tokens_per_rank == TOKENS
-    assert one_document.qk_pairs == RANKS * TOKENS * (RANKS * TOKENS + 1) // 2
-
-
 def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
     one_document: Batch,
 ) -> None:
@@ -77,38 +61,6 @@ def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
             one_document.seed, manifest.nano_batches[0], 97, torch.device("cpu")
         )
         assert torch.equal(found.position_ids[0], order[rank])
-
-
-@pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
-def test_layouts_hold_every_token_once(batch: Batch, layout: object) -> None:
-    assert callable(layout)
-    manifest = Manifest.merge(layout(batch), RANKS)
-    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
-
-
-def test_two_nano_batches_over_all_ranks_hold_every_token_once(batch: Batch) -> None:
-    manifest = Manifest.merge(batches.in_pairs(batch, 7), RANKS)
-    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
-    for nano_batch in range(2):
-        assert manifest.tokens_per_rank(nano_batch).tolist() == [TOKENS // 2] * RANKS
-
-
-def test_planned_homes_hold_every_token_once(batch: Batch) -> None:
-    grid = np.array([1, 1024, TOKENS])
-    seconds = 1e-9 * grid[:, None] * np.maximum(grid[None, :], grid[:, None])
-    shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
-    profile = CostProfile(
-        device="test",
-        kernel="test",
-        shape=shape,
-        q_tokens=grid,
-        kv_tokens=grid,
-        forward_seconds=seconds,
-        backward_seconds=seconds,
-    )
-    planned = batches.planned(batch, 7, profile, PlanningOptions(tolerance=0.03))
-    manifest = Manifest.merge(planned, RANKS)
-    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
 
 
 def test_zigzag_spreads_the_work_of_every_document(batch: Batch) -> None:
@@ -126,18 +78,6 @@ def test_repacking_keeps_memory_equal_and_lightens_the_busiest_rank(batch: Batch
             held[segment.document_id] += segment.length
     assert [held[document] for document in range(len(batch.lengths))] == batch.lengths.tolist()
     assert max(map(work, repacked)) <= max(map(work, plain))
-
-
-def test_tokens_are_the_same_wherever_they_lie(batch: Batch) -> None:
-    seen: list[Counter[tuple[int, int, int]]] = []
-    for layout in (batches.packed, batches.zigzag):
-        rows: Counter[tuple[int, int, int]] = Counter()
-        for manifest in layout(batch):
-            found = batches.tokens_of(batch.seed, manifest.nano_batches[0], 97, torch.device("cpu"))
-            columns = (found.input_ids[0], found.position_ids[0], found.labels[0])
-            rows.update(zip(*(column.tolist() for column in columns), strict=True))
-        seen.append(rows)
-    assert seen[0] == seen[1]
 
 
 def test_operations_count_weights_and_attention_once() -> None:

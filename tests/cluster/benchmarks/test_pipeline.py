@@ -66,22 +66,6 @@ def test_documents_without_long_ones_are_packed_to_equal_squares() -> None:
     assert unevenness(microbatches.evenly(batch), batch.lengths) < 1.002
 
 
-def test_documents_that_fit_in_one_way_only_stay() -> None:
-    batch = Batch(0, (np.array([64]), np.array([64])))
-    assert filled(batch, microbatches.evenly(batch))
-
-
-def test_halves_have_nearly_equal_tokens_unless_a_document_is_longer() -> None:
-    batch = draw_microbatches(1, 4, TOKENS, "pretrain", TOKENS)
-    lengths = batch.lengths
-    for held in microbatches.evenly(batch):
-        halves = microbatches.in_halves(held, lengths)
-        assert sorted(document for half in halves for document in half) == sorted(held)
-        largest = max(int(lengths[list(half)].sum()) for half in halves)
-        assert largest <= 1.02 * max(TOKENS / 2, int(lengths[list(held)].max()))
-    assert microbatches.in_halves([3], np.array([1, 1, 1, 9])) == ((3,), ())
-
-
 def test_halves_that_cut_documents_have_equal_tokens_and_nearly_equal_pairs() -> None:
     for seed in range(5):
         batch = draw_microbatches(seed, 4, TOKENS, "pretrain", TOKENS)

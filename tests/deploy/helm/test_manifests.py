@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.deploy.helm.chart import (
     VALUE_SETS,
     Manifest,
     kinds,
-    only,
     pod_specs,
     rendered,
 )
@@ -73,45 +71,6 @@ def test_jobs_and_what_has_a_schema_here_match_their_definitions() -> None:
             assert complaints_of_python_models(manifest) == ""
         if has_schema(manifest):
             assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "path", "complaint"),
-    [
-        ("LeaderWorkerSet", ("leaderWorkerTemplate", "sizes"), "sizes"),
-        ("LeaderWorkerSet", ("leaderWorkerTemplate", "workerTemplate", "spec", "gpus"), "gpus"),
-        ("ComputeDomain", ("channel", "mode"), "mode"),
-    ],
-)
-def test_a_mistake_in_them_would_be_found(kind: str, path: tuple[str, ...], complaint: str) -> None:
-    manifest = copy.deepcopy(next(each for each in all_manifests() if each["kind"] == kind))
-    part = manifest["spec"]
-    for name in path[:-1]:
-        part = part[name]
-    part[path[-1]] = 1
-    assert complaint in complaints_of_schemas(manifest, KUBERNETES[-1])
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "value", "complaint"),
-    [
-        ("ServiceMonitor", "endpointz", [], "endpointz"),
-        ("Certificate", "duration", 90, "'number' is not assignable to type 'string'"),
-        ("ScaledObject", "pollingInterval", "x", "'string' is not assignable to type 'number'"),
-    ],
-)
-def test_a_mistake_in_a_custom_resource_would_be_found(
-    kind: str, field: str, value: object, complaint: str, tmp_path: Path
-) -> None:
-    manifest = copy.deepcopy(next(each for each in all_manifests() if each["kind"] == kind))
-    manifest["spec"][field] = value
-    assert complaint in complaints_of_models([manifest], tmp_path)
-
-
-def test_a_mistake_in_a_job_would_be_found() -> None:
-    jobset = copy.deepcopy(only(rendered("example-jobset-values.yaml"), "JobSet"))
-    jobset["spec"]["replicatedJobs"][0]["replica"] = 1
-    assert "$.spec.replicatedJobs[0].replica is no field" in complaints_of_python_models(jobset)
 
 
 def test_pods_get_no_variables_of_services() -> None:

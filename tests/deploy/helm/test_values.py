@@ -1,29 +1,18 @@
-"""values.yaml: every value has a comment, stands in the README, and changes what is rendered, which
-is valid for the oldest version of Kubernetes and the newest."""
+"""values.yaml: every value has a comment, stands in the README, is in a value set, and changes what
+that renders."""
 
 from __future__ import annotations
 
 import json
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from tests import ROOT
-from tests.deploy.helm.chart import CHART, NAMESPACE, RELEASE, VALUE_SETS, Manifest, helm
-from tests.deploy.helm.custom_resources import (
-    complaints_of_models,
-    complaints_of_python_models,
-    complaints_of_schemas,
-    has_schema,
-    in_python,
-    is_custom,
-)
-from tests.deploy.helm.test_manifests import KUBERNETES
+from tests.deploy.helm.chart import CHART, NAMESPACE, RELEASE, VALUE_SETS, helm
 from tests.support.programs import ran
 from tools.chart_readme import (
     Value,
@@ -32,183 +21,51 @@ from tools.chart_readme import (
 
 VALUES = read_values((CHART / "values.yaml").read_text())
 
-EVERYTHING = {
-    "controlPlane": {"leaderElection": {"enabled": True}, "replicas": 4},
-    "rdma": {"enabled": True},
-    "tls": {"mode": "certManager", "certManager": {"issuerRef": {"name": "ca"}}},
-    "monitoring": {
-        name: {"enabled": True}
-        for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
-    },
-    "exampleJob": {"enabled": True, "runVolume": {"hostPath": {"path": "/runs"}}},
+Set = dict[str, Any]
+
+SETS: dict[str, Set] = {
+    name: yaml.safe_load((CHART / "ci" / name).read_text()) or {} for name in VALUE_SETS
 }
-"""Turns on whatever reads values."""
 
-ALSO_NEEDED: dict[str, dict[str, Any]] = {
-    "controlPlane.address": {"controlPlane": {"enabled": False, "address": "a:1"}},
-    "attentionNode.hostNetwork": {
-        "attentionNode": {"affinity": {"nodeAffinity": {}}},
-        "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+
+DIGEST = f"sha256:{'1' * 64}"
+
+MORE: list[Set] = [
+    {
+        "controlPlane": {
+            "replicas": 2,
+            "leaderElection": {"enabled": True},
+            "image": {"tag": "1.2.3"},
+            "podDisruptionBudget": {"enabled": False},
+        },
+        "attentionNode": {"image": {"digest": DIGEST}},
+        "gpu": {"resourceName": "nvidia.com/mig-1g.10gb"},
+        "autoscaling": {"enabled": True, "metric": "queue_depth"},
+        "exampleJob": {"enabled": True, "nodes": 3, "image": {"digest": DIGEST}},
     },
-    "networkPolicy.hostNetworkFrom": {
-        "attentionNode": {"affinity": {"nodeAffinity": {}}, "hostNetwork": True},
-        "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
-    },
-    "attentionNode.leaderWorkerSet.size": {
-        "attentionNode": {
-            "kind": "LeaderWorkerSet",
-            "replicas": 4,
-            "podDisruptionBudget": {"maxUnavailable": 2},
-        }
-    },
-    "attentionNode.leaderWorkerSet.exclusiveTopology": {
-        "attentionNode": {"kind": "LeaderWorkerSet"}
-    },
-    "gpu.dra.deviceClassName": {"gpu": {"dra": {"enabled": True}}},
-    "gpu.dra.selectors": {"gpu": {"dra": {"enabled": True}}},
-    "dataInterface.networkAttachment": {"dataInterface": {"name": "net1"}},
-    "attentionNode.replicas": {"autoscaling": {"enabled": False}},
-    "attentionNode.rollout.maxUnavailable": {
-        "attentionNode": {"replicas": 4, "podDisruptionBudget": {"maxUnavailable": 2}}
-    },
-    "autoscaling.kind": {"autoscaling": {"enabled": True}},
-    "autoscaling.keda.prometheusAddress": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
-    "autoscaling.keda.pollingSeconds": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
-    **{
-        f"autoscaling.{name}": {"autoscaling": {"enabled": True}}
-        for name in ("minReplicas", "maxReplicas", "metric", "target", "scaleDownSeconds")
-    },
-    **{
-        f"tls.secrets.{role}": {
-            "tls": {
-                "mode": "secrets",
-                "secrets": dict.fromkeys(
-                    ("controlPlane", "attentionNode", "trainer", "operator"), "s"
-                ),
-            }
-        }
-        for role in ("controlPlane", "attentionNode", "trainer", "operator")
-    },
-}
-"""More that has to be set before a value has an effect."""
-
-OTHER: dict[str, Any] = {
-    "logLevel": "debug",
-    "image.pullPolicy": "Always",
-    "image.pullSecrets": [{"name": "s"}],
-    "controlPlane.address": "elsewhere:7700",
-    "controlPlane.image.digest": f"sha256:{'1' * 64}",
-    "attentionNode.image.digest": f"sha256:{'1' * 64}",
-    "exampleJob.image.digest": f"sha256:{'1' * 64}",
-    "controlPlane.replicas": 5,
-    # Those next to them are taken.
-    "controlPlane.service.port": 7750,
-    "attentionNode.ports.data": 7610,
-    "attentionNode.ports.health": 7611,
-    "attentionNode.rollout.maxUnavailable": 2,
-    "controlPlane.service.type": "NodePort",
-    "attentionNode.kind": "DaemonSet",
-    "attentionNode.leaderWorkerSet.exclusiveTopology": "nvidia.com/gpu.clique",
-    "gpu.dra.deviceClassName": "mig.nvidia.com",
-    "gpu.dra.selectors": [{"cel": {"expression": "true"}}],
-    "dataInterface.networkAttachment": "fabric/rows",
-    "attentionNode.shapes": ["1:1:8:float32"],
-    "attentionNode.sharedMemorySize": "1Gi",
-    "attentionNode.doctor.skip": ["clock"],
-    "controlPlane.planner": "balanced",
-    "transport": "nixl",
-    "rdma.transports": "dc,tcp,self",
-    "rdma.addressType": "ib",
-    "ucx.tcpPortRange": "9000-9099",
-    "ucx.env": {"UCX_LOG_LEVEL": "info"},
-    "autoscaling.kind": "KEDA",
-    "autoscaling.keda.prometheusAddress": "https://p",
-    "tls.mode": "none",
-    "tls.certManager.issuerRef.kind": "ClusterIssuer",
-    "tls.certManager.duration": "100h",
-    "tls.certManager.renewBefore": "10h",
-    "networkPolicy.jobNamespaceSelector": {"matchLabels": {"a": "b"}},
-    "networkPolicy.jobNamespaces": ["team-a"],
-    "monitoring.prometheusRule.runbookUrl": "https://r",
-    "exampleJob.kind": "TrainJob",
-    "exampleJob.placement": "mixed",
-}
-"""What a value is changed to, where its type alone does not tell."""
-
-BY_NAME: dict[str, Any] = {
-    "affinity": {"nodeAffinity": {}},
-    "topologySpreadConstraints": [
-        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
-    ],
-    "tolerations": [{"key": "x", "operator": "Exists"}],
-    "updateStrategy": {"type": "OnDelete"},
-    "resources": {"requests": {"cpu": "9"}},
-    "cacheVolume": {"hostPath": {"path": "/x"}},
-    "runVolume": {"hostPath": {"path": "/x"}},
-    "extraEnvFrom": [{"configMapRef": {"name": "x"}}],
-    "extraVolumeMounts": [{"name": "x", "mountPath": "/x"}],
-    "podSecurityContext": {"runAsUser": 10002},
-    "securityContext": {"runAsUser": 10002},
-    "relabelings": [{"action": "labeldrop", "regex": "x"}],
-    "metricRelabelings": [{"action": "labeldrop", "regex": "x"}],
-    "jobsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
-    "hostNetworkFrom": [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
-    "metricsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
-    "controlPlaneFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
-}
-"""The same by the last part of the path."""
-
-NEEDS_NEWEST = ("gpu.dra", "gpu.computeDomain")
-"""Values whose manifests the oldest version of Kubernetes does not know."""
-
-ALLOWED_WITH: dict[str, dict[str, Any]] = {
-    "controlPlane.enabled": {"controlPlane": {"address": "a:1"}},
-    "controlPlane.leaderElection.enabled": {"controlPlane": {"replicas": 1}},
-    "attentionNode.enabled": {"exampleJob": {"placement": "in-place"}},
-}
-"""What must change along with a value for the change to be allowed."""
+    {"gpu": {"dra": {"enabled": True, "deviceClassName": "mig.nvidia.com"}}},
+]
+"""What the value sets give as it comes, or where another value hides it."""
 
 
-def changed(value: Value) -> Any:
-    """Something else of the value's type."""
-    if value.path in OTHER:
-        return OTHER[value.path]
-    name = value.path.rpartition(".")[2]
-    if name in BY_NAME:
-        return BY_NAME[name]
-    default = json.loads(value.default)
-    if value.path.endswith(("interval", "scrapeTimeout")):
-        return "9s"
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, int):
-        return default + 1
-    if isinstance(default, str):
-        return f"{default}x"
-    if isinstance(default, list):
-        arguments = value.path.endswith(("Args", "args", "Names"))
-        return [*default, "x"] if arguments else [*default, {"name": "x"}]
-    return {**default, "x": "y"}
-
-
-def overrides(path: str, setting: Any) -> dict[str, Any]:
-    """{"a": {"b": setting}} of "a.b"."""
-    for name in reversed(path.split(".")):
-        setting = {name: setting}
-    return dict(setting)
-
-
-def render(values: dict[str, Any]) -> str:
-    """The manifests, without the random Secret."""
-    return _render(*(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+def render(values: Set) -> str:
+    """The manifests, without the random Secret; empty if the chart refuses the values."""
+    settings = (f"--set-json={key}={json.dumps(value)}" for key, value in values.items())
+    return _render(*settings)
 
 
 @cache
 def _render(*arguments: str) -> str:
     done = helm("template", RELEASE, str(CHART), f"--namespace={NAMESPACE}", *arguments)
-    assert done.returncode == 0, done.stderr
     documents = done.stdout.split("\n---\n")
     return "\n---\n".join(text for text in documents if "\nkind: Secret\n" not in text)
+
+
+def without(values: Set, path: str) -> Set:
+    """``values`` with the default of one of them."""
+    name, _, rest = path.partition(".")
+    kept = {key: value for key, value in values.items() if key != name}
+    return {**kept, name: without(values[name], rest)} if rest else kept
 
 
 def merged(*overlays: dict[str, Any]) -> dict[str, Any]:
@@ -221,62 +78,22 @@ def merged(*overlays: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def before_and_after(value: Value) -> tuple[str, str]:
-    """What is rendered with the value as it comes, and with another one."""
-    base = merged(EVERYTHING, ALSO_NEEDED.get(value.path, {}))
-    default = json.loads(value.default)
-    here: Any = base
-    for name in value.path.split("."):
-        here = here.get(name, default) if isinstance(here, dict) else default
-    other = changed(value)
-    if isinstance(default, bool):
-        other = not here
-    after = merged(base, overrides(value.path, other), ALLOWED_WITH.get(value.path, {}))
-    return render(base), render(after)
-
-
-def changed_manifests(value: Value) -> list[Manifest]:
-    """Those that another value makes, or makes otherwise."""
-    before, after = before_and_after(value)
-    known = set(before.split("\n---\n"))
-    texts = [text for text in after.split("\n---\n") if text not in known]
-    return [each for text in texts if (each := yaml.load(text, yaml.CSafeLoader))]
-
-
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value.path)
-def test_every_value_changes_what_is_rendered_and_it_is_valid(value: Value) -> None:
-    before, after = before_and_after(value)
-    assert before != after
-    newest_alone = value.path.startswith(NEEDS_NEWEST)
-    for manifest in changed_manifests(value):
-        if in_python(manifest):
-            assert complaints_of_python_models(manifest) == ""
-        elif has_schema(manifest):
-            assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
-        elif not is_custom(manifest):
-            for version in KUBERNETES[-1:] if newest_alone else (KUBERNETES[0], KUBERNETES[-1]):
-                kubernetes_validate.validate(manifest, version, strict=True)
-
-
-@pytest.mark.timeout(300)
-def test_what_values_change_in_custom_resources_is_valid(tmp_path: Path) -> None:
-    distinct = {
-        json.dumps(manifest, sort_keys=True): manifest
-        for value in VALUES
-        for manifest in changed_manifests(value)
-        if is_custom(manifest)
-    }
-    assert {"Certificate", "ScaledObject"} < {each["kind"] for each in distinct.values()}
-    assert complaints_of_models(list(distinct.values()), tmp_path) == ""
+def test_every_value_changes_what_is_rendered(value: Value) -> None:
+    """In one of those that give it."""
+    assert any(
+        "" != render(each) != render(without(each, value.path))
+        for each in (*SETS.values(), *MORE)
+        if lookup(each, value.path) is not None
+    )
 
 
 def test_every_value_is_used_by_a_value_set() -> None:
     """Each of which is rendered, linted and validated; what is on or off is on in one, and off in
     one."""
-    sets = [yaml.safe_load((CHART / "ci" / name).read_text()) for name in VALUE_SETS]
     unused = []
     for value in VALUES:
-        used = [found for each in sets if (found := lookup(each, value.path)) is not None]
+        used = [found for each in SETS.values() if (found := lookup(each, value.path)) is not None]
         if not used:
             unused.append(value.path)
         elif value.default in ("true", "false"):
