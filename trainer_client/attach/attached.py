@@ -25,7 +25,7 @@ from trainer_client.attach.served_decoder import ServedDecoder, holds_transforme
 from trainer_client.errors import SessionError
 from trainer_client.models.entrance import open_door
 from trainer_client.session import Session
-from trainer_client.session_options import SessionOptions
+from trainer_client.session_options import SessionOptions, options_of_environment
 
 OPEN_STEPS = 4
 """Forward passes whose backward passes have not come yet."""
@@ -47,13 +47,14 @@ def attach(
     Args:
         model: holds one model of transformers with ``attn_implementation="distca"``; whatever is
             wrapped around it may come before or after.
-        control_plane: ``host:port``; None: ``DISTCA_CONTROL_PLANE``.
+        control_plane: ``host:port``.
         job: its name; None: ``DISTCA_JOB``, or else the id of torchrun's run.
-        placement: pool, in-place or mixed; None: ``DISTCA_PLACEMENT``, or else in-place.
+        placement: pool, in-place or mixed; in-place by default.
         open_steps: forward passes that may wait for their backward passes at a time.
         turns: parts of a forward's rows that take turns inside a decoder of transformers, so that
             one computes while the rows of another travel: 2 for pools and slow links.
-        options: of :class:`trainer_client.SessionOptions`.
+        options: of :class:`trainer_client.SessionOptions`. Those that are not given, and the
+            above, are read from the environment: ``DISTCA_CONTROL_PLANE``, ``DISTCA_TLS_CA``, ...
 
     Raises:
         ValueError: no control plane is named, ``model`` holds no model that asks for served
@@ -65,15 +66,11 @@ def attach(
 
 
 def _of_environment() -> dict[str, Any]:
-    names = {"control_plane": "DISTCA_CONTROL_PLANE", "placement": "DISTCA_PLACEMENT"}
-    found: dict[str, Any] = {
-        name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)
-    }
     job = os.environ.get("DISTCA_JOB") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job == "none":
         # As torchrun calls each run that was given no id: its port tells runs of a host apart.
         job = f"run-{os.environ.get('MASTER_PORT', os.getpid())}"
-    return {"job": job, **found}
+    return {"job": job, **options_of_environment()}
 
 
 class Attached:

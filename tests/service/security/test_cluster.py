@@ -4,6 +4,8 @@ it trains."""
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import threading
 import time
 import urllib.request
@@ -27,6 +29,7 @@ from tests.service.security.pki import HOUR, Pki
 from tests.service.security.secure_cluster import CHECK_SECONDS, SecureCluster
 from tests.service.security.test_data_network import Attacker
 from tests.support.cluster import NODE_SHAPE, Cluster
+from tests.support.programs import ran_python
 from tests.support.team import StepResult, Team
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,6 +61,58 @@ def team(cluster: SecureCluster, placement: str = "mixed", n_ranks: int = 2) -> 
         certificate_check_seconds=CHECK_SECONDS,
         **cluster.files(Role.TRAINER).for_client(),
     )
+
+
+FROM_THE_ENVIRONMENT = """
+import json, distca, torch
+from tests.support.tiny_models import TINY_LLAMA
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model("llama", **TINY_LLAMA)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+ids = torch.arange(60)[None]
+model(input_ids=ids, position_ids=ids % 30, labels=ids).loss.backward()
+(attached,) = distca.Attached._all
+options = attached.session.options
+kept = ("job", "tick_timeout_seconds", "one_host", "placement", "data_host")
+print(json.dumps({name: getattr(options, name) for name in kept}))
+"""
+"""A loop that names nothing of where it runs."""
+
+
+def test_a_loop_in_a_process_of_its_own_finds_all_in_the_environment(
+    cluster: SecureCluster,
+) -> None:
+    files = cluster.files(Role.TRAINER)
+    environment = {
+        "DISTCA_CONTROL_PLANE": cluster.address,
+        "DISTCA_TLS_CA": files.ca_file,
+        "DISTCA_TLS_CERTIFICATE": files.certificate_file,
+        "DISTCA_TLS_KEY": files.key_file,
+        "DISTCA_JOB": "from-the-environment",
+        "DISTCA_PLACEMENT": "pool",
+        "DISTCA_DATA_HOST": "127.0.0.1",
+        "DISTCA_ONE_HOST": "1",
+        "DISTCA_TICK_TIMEOUT_SECONDS": "50",
+        "DISTCA_PROFILE_DIR": cluster.folder,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    run = ran_python(FROM_THE_ENVIRONMENT, env=os.environ | _texts(environment))
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout) == {
+        "job": "from-the-environment",
+        "tick_timeout_seconds": 50.0,
+        "one_host": True,
+        "placement": "pool",
+        "data_host": "127.0.0.1",
+    }
+    del environment["DISTCA_TLS_KEY"]
+    run = ran_python(FROM_THE_ENVIRONMENT, env=os.environ | _texts(environment))
+    assert run.returncode
+    assert "key_file is None" in run.stderr
+
+
+def _texts(environment: dict[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in environment.items()}
 
 
 def manifests(n_ranks: int = 2) -> list[RankManifest]:

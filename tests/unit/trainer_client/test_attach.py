@@ -14,6 +14,7 @@ from tests.unit.trainer_client.local_session import LocalSession
 from trainer_client.attach import attached
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.errors import SessionError
+from trainer_client.session_options import options_of_environment
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -108,6 +109,19 @@ def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
     monkeypatch.setenv("DISTCA_OFF", "1")
     unattached.step("both")
     unattached.compare()
+
+
+def test_options_come_from_the_environment_by_their_types() -> None:
+    given = {"DISTCA_METRICS_PORT": "9000", "LOCAL_RANK": "2", "DISTCA_CHECKSUMS": "false"}
+    given |= {"DISTCA_TLS_CHECK_SECONDS": "3", "DISTCA_PLANNER": "", "DISTCA_RANK": "1"}
+    assert options_of_environment(given) == {
+        "metrics_port": 9002,
+        "checksums": False,
+        "certificate_check_seconds": 3.0,
+    }
+    for name, value in (("ONE_HOST", "maybe"), ("TOLERANCE", "3%")):
+        with pytest.raises(ValueError, match=f"DISTCA_{name} is '{value}'"):
+            options_of_environment({f"DISTCA_{name}": value})
 
 
 @pytest.mark.parametrize(

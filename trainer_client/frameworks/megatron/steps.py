@@ -103,7 +103,7 @@ class ServedSteps:
         model: nn.Module | Sequence[nn.Module],
         *,
         n_microbatches: int,
-        control_plane: str,
+        control_plane: str | None = None,
         job: str = "megatron",
         ping_pong: bool | None = None,
         cut_documents: bool | None = None,
@@ -114,7 +114,7 @@ class ServedSteps:
         Args:
             model: of this rank, or its chunks; wrapped or not.
             n_microbatches: of a step.
-            control_plane: ``host:port``.
+            control_plane: ``host:port``; None: ``DISTCA_CONTROL_PLANE``.
             job: its name.
             ping_pong: whether the two halves of each microbatch take turns, so that one computes
                 while the other's rows travel; None: if the model's settings allow it.
@@ -122,7 +122,8 @@ class ServedSteps:
                 at the begin of a document near it. None: where the model allows it, and a
                 microbatch has ``packed_seq_params``; True: of those with ``cu_seqlens`` alone too,
                 whose rows must be packed then.
-            options: further :class:`trainer_client.SessionOptions`.
+            options: further :class:`trainer_client.SessionOptions`; others may come from the
+                environment.
 
         Raises:
             UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong or
@@ -144,8 +145,7 @@ class ServedSteps:
         if pipelining is None:
             _check_equal(counts)
         session = Session.open(
-            SessionOptions(
-                control_plane=control_plane,
+            SessionOptions.in_environment(
                 job=job,
                 n_layers=pipelining.max_layers if pipelining else len(layers),
                 pipelining=pipelining,
@@ -154,6 +154,7 @@ class ServedSteps:
                 softmax_scale=layers[0].softmax_scale,
                 device=str(device),
                 **_rank_options(),
+                **({"control_plane": control_plane} if control_plane else {}),
                 **options,
             )
         )

@@ -285,10 +285,11 @@ class ServedTrainer(Trainer):
             "n_nano_batches": self._batches_of_step * self._cutting.n_lanes,
             **self.more_session_options(),
         }
-        return SessionOptions(**options_of_calls(calls, options, n_layers=n_layers))
+        return SessionOptions.in_environment(**options_of_calls(calls, options, n_layers=n_layers))
 
     def more_session_options(self) -> dict[str, Any]:
-        """Further :class:`trainer_client.SessionOptions`, for subclasses: TLS, timeouts."""
+        """Further :class:`trainer_client.SessionOptions`, for subclasses. TLS and
+        timeouts may come from the environment, too."""
         return {}
 
 
