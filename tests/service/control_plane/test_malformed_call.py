@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 import threading
 
-import grpc
 import pytest
 
 from tests.support.http2 import headers, message, preface
@@ -37,14 +36,6 @@ def test_a_call_of_an_unknown_method_is_answered(path: bytes) -> None:
     with running() as control_plane:
         _, _, status = answer(control_plane.address, path).partition(b"grpc-status")
         assert _UNIMPLEMENTED in status
-
-
-def test_a_grpc_client_is_told_that_the_method_is_unknown() -> None:
-    with running() as control_plane, grpc.insecure_channel(control_plane.address) as channel:
-        call = channel.unary_unary("/distca.v1.Jobs/NoSuchMethod")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"", timeout=_DEADLINE_SECONDS)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_malformed_calls_cost_nobody_a_call_or_a_stream() -> None:

@@ -7,9 +7,7 @@ import pytest
 
 pytest.importorskip("scipy", reason="the exact model is solved by scipy's HiGHS")
 
-from benchmarks.planner import Case
 from tests.service.control_plane.oracles.exact import SmallStep, gap_to_optimum
-from tests.service.control_plane.oracles.lower_bound import measure
 
 # Ranks, blocks of 128 tokens a rank, seeds: the draws that the solver finishes within seconds.
 CASES = [(4, 16, seed) for seed in (2, 3, 4, 6, 8, 9)] + [(8, 10, seed) for seed in (1, 2, 8, 9)]
@@ -25,15 +23,3 @@ def test_bytes_are_near_the_exact_optimum() -> None:
     assert proven.min() > 0.997
     assert proven.mean() <= 1.03
     assert proven.max() <= 1.10
-
-
-@pytest.mark.parametrize("name", ["pretrain", "prolong"])
-@pytest.mark.parametrize("n", [4, 8])
-def test_the_lower_bound_is_one_and_no_empty_one(name: str, n: int) -> None:
-    tokens = 128 * 1024
-    case = Case(name=name, tokens=tokens, longest=tokens, n=n, seeds=1)
-    moved = np.array([measure(case, seed) for seed in range(5)])
-    for total, bound in ((2, 4), (3, 5)):
-        assert (moved[:, bound] <= moved[:, total]).all()
-        assert moved[:, bound].sum() > 0.75 * moved[:, total].sum()
-    assert (moved[:, 4:] <= moved[:, :2]).all()

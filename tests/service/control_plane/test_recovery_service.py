@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from control_plane.jobs.coordinator import LATE_SECONDS
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningServer
 from control_plane.server import ControlPlane
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
-from core_attention.shape import AttentionShape
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.support.errors import fails
@@ -238,16 +237,11 @@ def test_pool_that_is_too_small_leaves_the_work_at_home_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def planner(
-        manifest: Manifest,
-        servers: Sequence[PlanningServer],
-        shape: AttentionShape,
-        options: PlanningOptions,
-        *,
-        epoch: int = 0,
+        manifest: Manifest, servers: Sequence[PlanningServer], *arguments: Any, **options: Any
     ) -> Plan:
         if any(server.capacity_rows == 1 for server in servers):
             raise PlanError("capacity_rows is 1; 100 are needed")
-        return rotating_plan(manifest, servers, shape, options, epoch=epoch)
+        return rotating_plan(manifest, servers, *arguments, **options)
 
     with (
         running({"rotating": planner}) as control_plane,
@@ -302,17 +296,10 @@ def test_plan_in_the_making_is_void_when_a_recovery_begins() -> None:
     may_go_on = threading.Event()
     slow = threading.Event()
 
-    def planner(
-        manifest: Manifest,
-        servers: Sequence[PlanningServer],
-        shape: AttentionShape,
-        options: PlanningOptions,
-        *,
-        epoch: int = 0,
-    ) -> Plan:
+    def planner(*arguments: Any, **options: Any) -> Plan:
         if slow.is_set():
             assert may_go_on.wait(10)
-        return rotating_plan(manifest, servers, shape, options, epoch=epoch)
+        return rotating_plan(*arguments, **options)
 
     with (
         running({"rotating": planner}) as control_plane,

@@ -189,23 +189,6 @@ def test_steps_that_ranks_join_keep_their_numbers_under_another_control_plane(
                 assert (planned.plan.manifest.step, planned.sequence) == (step, sequence)
 
 
-def test_nothing_is_planned_before_all_ranks_are_back(tmp_path: Path) -> None:
-    with started(tmp_path) as (_, client):
-        ranks = open_pair(client)
-    with started(tmp_path) as (_, client):
-        client.register("s0")
-        ranks[0].open(client)
-        ranks[0].submit(client, 0)
-        watcher = ranks[0].watch(client)
-        assert watcher.is_quiet()
-        ranks[1].open(client)
-        ranks[1].submit(client, 0)
-        recover = watcher.next("recover")
-        for rank in ranks:
-            client.report_progress(rank.job_id, rank.lease, recover.epoch, {0: [0, 0]})
-        assert watcher.next("step_planned").plan.manifest.step == 0
-
-
 def test_epoch_is_above_all_that_ranks_have_seen_even_if_state_was_lost(tmp_path: Path) -> None:
     secret = tmp_path / "state" / "token-secret"
     secret.parent.mkdir()
@@ -218,23 +201,6 @@ def test_epoch_is_above_all_that_ranks_have_seen_even_if_state_was_lost(tmp_path
         for rank in ranks:
             rank.open(client)
         assert ranks[0].watch(client).next("recover").epoch == far_ahead + 1
-
-
-def test_rank_that_does_not_come_back_is_named(tmp_path: Path) -> None:
-    with started(tmp_path) as (_, client):
-        ranks = open_pair(client)
-    with started(tmp_path) as (control_plane, client):
-        ranks[0].open(client)
-        watcher = ranks[0].watch(client)
-        lease_seconds = control_plane.coordinator.lease_seconds
-        for _ in range(2):
-            assert not is_closed(client, ranks[0])
-            control_plane.pass_time(lease_seconds / 3)
-        control_plane.pass_time(lease_seconds / 2)
-        error = watcher.next("job_closed").error
-        assert error == "ranks [1] have not come back since the control plane was away"
-        with fails(rpc.Reason.UNKNOWN_JOB, match=r"ranks \[1\] have not come back"):
-            ranks[1].open(client)
 
 
 def test_rank_that_does_not_come_back_and_that_servers_have_lost_is_not_waited_for_long(
@@ -252,20 +218,6 @@ def test_rank_that_does_not_come_back_and_that_servers_have_lost_is_not_waited_f
         error = watcher.next("job_closed").error
         assert "ranks [1] have not come back" in error
         assert "servers have lost their connections" in error
-
-
-def test_rank_that_comes_back_lives_whatever_servers_say(tmp_path: Path) -> None:
-    with started(tmp_path) as (_, client):
-        ranks = open_pair(client)
-    with started(tmp_path, lost_rank_seconds=5.0) as (control_plane, client):
-        lease = client.register("s0")
-        for rank in ranks:
-            client.report_rank_lost(lease, ranks[0].job_id, rank.rank)
-            rank.open(client)
-        watcher = ranks[0].watch(client)
-        watcher.next("recover")
-        control_plane.pass_time(6.0)
-        assert not is_closed(client, ranks[0])
 
 
 def is_closed(client: Client, rank: Rank) -> bool:
@@ -329,15 +281,6 @@ def test_what_shows_no_right_to_come_back_is_refused(tmp_path: Path) -> None:
         changed.job_id, changed.token = ranks[0].job_id, ranks[0].token
         with fails(rpc.Reason.SPEC_MISMATCH, match="n_layers"):
             changed.open(client)
-
-
-def test_name_that_another_job_has_taken_is_not_given_back(tmp_path: Path) -> None:
-    with started(tmp_path) as (_, client):
-        ranks = open_pair(client)
-    with started(tmp_path) as (_, client):
-        client.open(0)
-        with fails(rpc.Reason.ALREADY_EXISTS, match="has taken its name"):
-            ranks[0].open(client)
 
 
 def test_rank_that_has_left_does_not_come_back(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -30,11 +29,9 @@ from control_plane.settings import (
     CoordinatorSettings,
 )
 from core_attention.whole_file import write_whole
-from distca.contract.addresses import split_address
-from distca.contract.settings import TlsFiles
-from distca.machine_errors import ListenError, PathError, SecretError
+from distca.machine_errors import SecretError
 from tests import ROOT
-from tests.support.programs import ran_python
+from tests.support.programs import RUN_SECONDS, ran_python
 from tests.support.service_harness import (
     client_of,
     rotating_plan,
@@ -77,7 +74,7 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
         text=True,
     )
     try:
-        eventually(lambda: address_file.exists() or process.poll() is not None)
+        eventually(lambda: address_file.exists() or process.poll() is not None, RUN_SECONDS)
         addresses = json.loads(address_file.read_text())
         with client_of(addresses["grpc"]) as client:
             watcher = client.watch_server(client.register("s0"))
@@ -98,15 +95,6 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
     listening = f"listening on {addresses['grpc']}, metrics on {addresses['metrics']}"
     assert stderr.splitlines().count(listening) == 1
     assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize("name", ["listen_address", "metrics_address"])
-def test_taken_port_is_named(name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ListenError) as refused:
-            start(**{name: address})
-    assert (refused.value.field, refused.value.errno) == (name, errno.EADDRINUSE)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +121,8 @@ try:
 except OSError as error:
     print(type(error).__name__, error.field, error.errno)
 """
-    done = ran_python(code, errors="replace", timeout=DEADLINE_SECONDS)
+    done = ran_python(code, errors="replace")
     assert done.stdout.split() == ["ListenError", name, str(errno.EMFILE)], done.stderr
-
-
-def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for folder, number in ((file, errno.EEXIST), (file / "x", errno.ENOTDIR)):
-        with pytest.raises(PathError) as refused:
-            start(state_dir=folder)
-        assert (refused.value.field, refused.value.errno) == ("state_dir", number)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
@@ -250,13 +229,3 @@ def test_wrong_settings_are_refused_by_name(make: Callable[[], object], match: s
 def test_unknown_default_planner_is_refused_at_start() -> None:
     with pytest.raises(ValueError, match="planner is 'magic'; valid are"):
         start(coordinator=CoordinatorSettings(default_planner="magic"))
-
-
-def test_addresses_of_ip_version_6_are_split() -> None:
-    assert split_address("x", "[::1]:80") == ("::1", 80)
-
-
-def test_missing_certificate_is_named(tmp_path: Path) -> None:
-    missing = tmp_path / "missing.crt"
-    with pytest.raises(FileNotFoundError, match=r"missing\.crt"):
-        start(tls=TlsFiles(certificate_file=missing, key_file=missing))

@@ -6,11 +6,10 @@ job, rank, and the order of ticks.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +37,7 @@ from data_plane.ucxx.wire_tags import WireTags
 from tests.service.data_plane.conformance import pattern
 from tests.service.data_plane.secret import SECRET, proven
 from tests.service.data_plane.test_ucxx_handshake import RawClient, greeting
+from tests.service.security.recording_proxy import recording
 from tests.support.waiting import eventually
 
 WAIT_SECONDS = 10.0
@@ -236,34 +236,6 @@ def test_a_long_message_to_nobody_holds_no_memory(server: Server, nbytes: int) -
     eventually(lambda: server.count("messages_dropped", "unexpected") == 1)
 
 
-@contextmanager
-def recorder(target: Address) -> Iterator[tuple[Address, bytearray]]:
-    """A TCP proxy that keeps all it carries."""
-    seen = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def carry(source: socket.socket, sink: socket.socket) -> None:
-            try:
-                while received := source.recv(65536):
-                    seen.extend(received)
-                    sink.sendall(received)
-            except OSError:
-                return
-
-        def serve() -> None:
-            while True:
-                try:
-                    near, _ = listener.accept()
-                except OSError:
-                    return
-                far = socket.create_connection((target.host, target.port), WAIT_SECONDS)
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=carry, args=ends, daemon=True).start()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield Address(*listener.getsockname()), seen
-
-
 class Tap:
     """A listener's side of handshakes, seen by a watcher: what clients have sent."""
 
@@ -307,13 +279,13 @@ def test_a_recorded_hello_is_worth_nothing_and_holds_no_token(client: UcxxTransp
 
 def test_a_relay_is_found_and_sees_no_secret(server: Server, client: UcxxTransport) -> None:
     """Somebody in between, or address translation: both ends know other addresses."""
-    with (
-        recorder(server.address) as (relay, seen),
-        pytest.raises(HandshakeRejected, match="address translation"),
-    ):
-        client.connect(relay, b"rank 0", 3.0, secret=SECRET)
+    target = (server.address.host, server.address.port)
+    with recording(target) as relay:
+        with pytest.raises(HandshakeRejected, match="address translation"):
+            client.connect(Address("127.0.0.1", relay.port), b"rank 0", 3.0, secret=SECRET)
+        seen = relay.recorded()
     assert seen
-    assert SECRET not in seen
+    assert not any(SECRET in each for each in seen)
 
 
 def test_a_server_without_the_key_is_refused(client: UcxxTransport) -> None:

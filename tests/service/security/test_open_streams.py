@@ -88,16 +88,6 @@ def control_plane(pki: Pki) -> Iterator[ControlPlane]:
         yield control_plane
 
 
-def test_services_that_nobody_has_are_not_watched(control_plane: ControlPlane, pki: Pki) -> None:
-    with secure_client(control_plane, pki.issue(Role.TRAINER, "curious")) as client:
-        stub = health_pb2_grpc.HealthStub(client.channel)
-        request = health_pb2.HealthCheckRequest(service="x" * 60_000)
-        with fails(rpc.Reason.NOT_FOUND):
-            stub.Check(request, timeout=10.0)
-        with fails(rpc.Reason.NOT_FOUND):
-            next(stub.Watch(request, timeout=10.0))
-
-
 def test_streams_that_are_reset_as_soon_as_they_begin_disturb_nobody(
     control_plane: ControlPlane, pki: Pki
 ) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ from distca.contract.rotation import Rotation
 from distca.contract.tls import server_credentials
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2
 from tests.service.security.pki import HOUR, Files, Mounted, Pki, control_plane_with, ends
-from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.support.errors import fails
 from tests.support.service_harness import (
-    job_spec,
     server_description,
 )
 from tests.support.waiting import eventually
@@ -79,50 +77,6 @@ def node_of(control_plane: ControlPlane, files: Files) -> Iterator[Node]:
         node.membership.leave()
 
 
-class Training:
-    """A rank that runs step after step in a thread of its own: manifest, plan, report."""
-
-    def __init__(self, address: str, files: Files, node: Node) -> None:
-        self._node = node
-        self._rank = TalkingRank(settings(address, files), spec=job_spec("rotated", n_ranks=1))
-        self._rank.open()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.steps = 0
-        self.error: BaseException | None = None
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_SECONDS)
-        self._rank.close()
-        if self.error is not None:
-            raise self.error
-
-    def run_more(self, count: int = 10) -> None:
-        """Waits until ``count`` more steps have run."""
-        target = self.steps + count
-        eventually(lambda: self.steps >= target or self.error is not None)
-        if self.error is not None:
-            raise self.error
-
-    @property
-    def recoveries(self) -> int:
-        return sum(what[0] == "recover" for what in self._rank.received)
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(0.01):
-                step = self.steps
-                self._rank.submit(step)
-                self._rank.wait(step)
-                eventually(functools.partial(self._node.planned.__contains__, step))
-                self._rank.report(step)
-                self.steps += 1
-        except BaseException as error:
-            self.error = error
-
-
 @pytest.fixture
 def mounts(tmp_path: Path, pki: Pki) -> dict[Role, Mounted]:
     return {
@@ -146,38 +100,6 @@ def connected_with(caplog: pytest.LogCaptureFixture, role: Role, end: datetime) 
         and message.endswith(f"certificate good until {end.isoformat()}")
         for message in caplog.messages
     )
-
-
-def test_no_step_is_lost_while_every_certificate_and_the_authority_are_replaced(
-    control_plane: ControlPlane,
-    mounts: dict[Role, Mounted],
-    pki: Pki,
-    foreign_pki: Pki,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As an operator does it: first everybody trusts both authorities, then certificates of the new
-    one, then nobody trusts the old."""
-    caplog.set_level(logging.INFO)
-    old, new = pki.ca_file.read_bytes(), foreign_pki.ca_file.read_bytes()
-    with node_of(control_plane, mounts[Role.SERVER].files) as node:
-        training = Training(control_plane.address, mounts[Role.TRAINER].files, node)
-        try:
-            training.run_more()
-            for number, (trusted, issuer) in enumerate(
-                ((old + new, pki), (old + new, foreign_pki), (new, foreign_pki))
-            ):
-                for role, mount in mounts.items():
-                    lifetime = HOUR + timedelta(minutes=1 + number)
-                    end = mount.put(trusted, issuer.issue(role, "rotated", lifetime=lifetime))
-                    if role is not Role.CONTROL_PLANE:
-                        eventually(functools.partial(connected_with, caplog, role, end))
-                    training.run_more()
-        finally:
-            training.close()
-        assert training.steps >= 4 * 10
-        assert node.told == ["registered"], "the lease of before goes on"
-    assert training.recoveries == 0
-    assert "lost the control plane" not in caplog.text
 
 
 def test_certificates_that_are_not_accepted_change_nothing(

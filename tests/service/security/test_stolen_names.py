@@ -3,7 +3,6 @@ job goes on, the thief is refused or moved out by name, and learns nothing."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from control_plane import server
-from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.v1 import jobs_pb2
-from tests.service.control_plane.lease_api import lease_api
 from tests.service.control_plane.test_resume import Rank
 from tests.service.security.pki import Files, Pki, secure_client
 from tests.support.errors import fails
@@ -97,12 +93,7 @@ class Runs:
 
 
 @pytest.fixture
-def runs(
-    request: pytest.FixtureRequest,
-    tenants: Tenants,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Runs]:
+def runs(request: pytest.FixtureRequest, tenants: Tenants, tmp_path: Path) -> Iterator[Runs]:
     with ExitStack() as stack:
         settings: Settings
         match request.param:
@@ -110,14 +101,8 @@ def runs(
                 settings = secret(tmp_path)
             case "state folder":
                 settings = {"state_dir": tmp_path}
-            case "file lock":
-                settings = {"state_dir": tmp_path, "leader_lock": tmp_path / "leader.lock"}
             case _:
-                api = stack.enter_context(lease_api())
-                monkeypatch.setattr(server, "cluster_api", api.client)
-                quick = functools.partial(KubernetesLease, retry_seconds=0.1)
-                monkeypatch.setattr(server, "KubernetesLease", quick)
-                settings = {**secret(tmp_path), "leader_lease": "distca/leader"}
+                settings = {**secret(tmp_path), "leader_lock": tmp_path / "leader.lock"}
         made = Runs(tenants, settings, stands_by=len(settings) > 1)
         stack.callback(made.close)
         yield made
@@ -155,9 +140,7 @@ def calls_about(client: Client, rank: Rank) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "runs", ["token secret", "state folder", "file lock", "Kubernetes lease"], indirect=True
-)
+@pytest.mark.parametrize("runs", ["token secret", "state folder", "standby"], indirect=True)
 def test_the_owners_job_goes_on_whatever_a_thief_tries(runs: Runs, tenants: Tenants) -> None:
     """When nobody has come back yet, and with the token of a job that it had under the name before;
     over several starts, in which the owner is late."""

@@ -215,15 +215,15 @@ def test_what_fits_on_no_server_whole_waits_for_the_planner(
         return machine.succeeds()
 
     machine.compiles = compiles
-    with ThreadPoolExecutor(1) as thread:
-        plan = thread.submit(machine.plan)
+    with ThreadPoolExecutor(2) as threads:
+        plan = threads.submit(machine.plan)
         with pytest.raises(TimeoutError):
             plan.result(0.1)
         if ends == "compiled":
             go_on.set()
             assert plan.result(30.0).planner == "balanced"
         else:
-            machine.planner.close()
+            threads.submit(machine.planner.close)
             with pytest.raises(PlanError):
                 plan.result(30.0)
             go_on.set()

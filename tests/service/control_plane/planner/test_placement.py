@@ -44,16 +44,6 @@ def test_equal_documents_are_dealt_out_whole() -> None:
     assert len(plan.forward.document) == 6
 
 
-def test_faster_servers_get_more() -> None:
-    plan = plan_of(manifest_of([[SHORT] * 30]), pool_of([1.0, 2.0]))
-    assert np.bincount(plan.forward.server).tolist() == [10, 20]
-
-
-def test_a_stopped_server_gets_nothing() -> None:
-    plan = plan_of(manifest_of([[SHORT] * 6]), pool_of([1.0, 0.0]))
-    assert set(plan.forward.server.tolist()) == {0}
-
-
 def test_a_document_that_fits_nowhere_is_cut_from_its_end() -> None:
     plan = plan_of(manifest_of([[LONG, SHORT]]), pool_of([1.0, 1.0]))
     long = plan.forward.document == 0
