@@ -128,7 +128,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         else:
             make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
         guarded = functools.partial(self._call, method, behaviour)
-        return make(guarded, deserializer, handler.response_serializer)
+        serializer = functools.partial(_encoded, handler.response_serializer)
+        return make(guarded, deserializer, serializer)
 
     async def _call(
         self, method: str, behaviour: Behaviour, request: Any, context: grpc.aio.ServicerContext
@@ -193,6 +194,11 @@ def _needs_token(policy: MethodPolicy, caller: Caller) -> bool:
     if not policy.token_roles:
         return False
     return caller.token is not None or policy.token_roles == policy.roles
+
+
+def _encoded(serializer: Callable[[Any], bytes], response: Any) -> bytes:
+    """The bytes of a response; events come as bytes, encoded once for all who read them."""
+    return response if isinstance(response, bytes) else serializer(response)
 
 
 def _read(method: str, deserializer: Callable[[bytes], Any], raw: bytes) -> Any:

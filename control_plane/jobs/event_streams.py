@@ -10,7 +10,6 @@ from control_plane.jobs.job import Job
 from control_plane.jobs.membership import Member, Membership
 from control_plane.jobs.subscriptions import Event, Subscription, Subscriptions
 from control_plane.metrics.metrics import Metrics
-from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -57,26 +56,26 @@ class EventStreams:
         self._count()
         return was_its_own
 
-    def send_to_rank(self, job: Job, rank: int, event: jobs_pb2.PlanEvent) -> None:
+    def send_to_rank(self, job: Job, rank: int, event: bytes) -> None:
         """Queues ``event`` for a rank."""
         if not self._ranks.publish((job.job_id, rank), event):
             logger.warning("job %s: rank %d was dropped, it reads no events", job.job_id, rank)
             self._metrics.series.subscribers_dropped_total.labels("rank").inc()
             self._count()
 
-    def send_to_ranks(self, job: Job, event: jobs_pb2.PlanEvent) -> None:
+    def send_to_ranks(self, job: Job, event: bytes) -> None:
         """Queues ``event`` for all ranks of ``job``."""
         for rank in job.leases.joined:
             self.send_to_rank(job, rank, event)
 
-    def send_to_server(self, member: Member, event: jobs_pb2.PlanEvent) -> None:
+    def send_to_server(self, member: Member, event: bytes) -> None:
         """Queues ``event`` for a pool server."""
         if not self._servers.publish(member.lease_id, event):
             logger.warning("server %s was dropped, it reads no events", member.server_id)
             self._metrics.series.subscribers_dropped_total.labels("server").inc()
             self._count()
 
-    def send_to_pool(self, event: jobs_pb2.PlanEvent) -> None:
+    def send_to_pool(self, event: bytes) -> None:
         """Queues ``event`` for all pool servers, draining ones too."""
         for member in self._membership.members():
             if member.in_place is None:

@@ -536,7 +536,7 @@ class Job:
             return None
         for step, record in self._planned.items():
             if step <= finished:
-                record.finished()
+                record.drop_slicer()
         self._finished_step = finished
         for given_up in self._given_up.values():
             for step in [step for step in given_up if step <= finished]:

@@ -21,7 +21,6 @@ from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
-from distca.v1 import jobs_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +29,14 @@ class Publication:
 
     Attributes:
         record: the step with its whole plan.
-        by_rank: the event of every rank.
+        by_rank: the encoded event of every rank.
         by_server: the event of every pool server that has a task, by its id.
         plan_bytes: of all events together.
     """
 
     record: StepRecord
-    by_rank: Mapping[int, jobs_pb2.PlanEvent]
-    by_server: Mapping[str, jobs_pb2.PlanEvent]
+    by_rank: Mapping[int, bytes]
+    by_server: Mapping[str, bytes]
     plan_bytes: int
 
 
@@ -101,12 +100,12 @@ def publish_step(
         speeds={server.server.server_id: server.speed for server in servers},
         sequences=ready.sequences,
     )
-    slicer = record.new_slicer()
     by_rank = {
-        rank: record.numbered(rank, event) for rank, event in enumerate(slicer.rank_events())
+        rank: record.numbered(rank, event) for rank, event in enumerate(record.slicer.rank_events())
     }
-    by_server = slicer.server_events()
-    plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
+    by_server = record.slicer.server_events()
+    record.drop_slicer()
+    plan_bytes = sum(map(len, (*by_rank.values(), *by_server.values())))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
 
 

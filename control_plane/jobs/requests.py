@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from google.protobuf.message import Message
+
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
@@ -277,9 +279,9 @@ def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasur
     )
 
 
-def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
+def opened_event(job: Job, *, to_server: bool) -> bytes:
     """The event that announces ``job``; a server learns how to check tokens."""
-    return jobs_pb2.PlanEvent(
+    return _event(
         job_opened=jobs_pb2.JobOpened(
             job_id=job.job_id,
             spec=spec_to_proto(job.spec),
@@ -289,19 +291,19 @@ def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
     )
 
 
-def failed_event(job: Job, step: int, error: str, *, sequence: int) -> jobs_pb2.PlanEvent:
+def failed_event(job: Job, step: int, error: str, *, sequence: int) -> bytes:
     """The event for a ``step`` that has no plan, to a rank of which it is the hand-in
     ``sequence``."""
-    return jobs_pb2.PlanEvent(
+    return _event(
         step_failed=jobs_pb2.StepFailed(
             job_id=job.job_id, step=step, error=error, sequence=sequence
         )
     )
 
 
-def recover_event(job: Job) -> jobs_pb2.PlanEvent:
+def recover_event(job: Job) -> bytes:
     """The event that makes all plans of ``job`` before its epoch void."""
-    return jobs_pb2.PlanEvent(
+    return _event(
         recover=jobs_pb2.Recover(
             job_id=job.job_id,
             epoch=job.epoch,
@@ -311,16 +313,18 @@ def recover_event(job: Job) -> jobs_pb2.PlanEvent:
     )
 
 
-def finished_event(job: Job, step: int) -> jobs_pb2.PlanEvent:
+def finished_event(job: Job, step: int) -> bytes:
     """The event that all ranks have finished ``step`` and those before."""
-    return jobs_pb2.PlanEvent(step_finished=jobs_pb2.StepFinished(job_id=job.job_id, step=step))
+    return _event(step_finished=jobs_pb2.StepFinished(job_id=job.job_id, step=step))
 
 
-def closed_event(job: Job) -> jobs_pb2.PlanEvent:
+def closed_event(job: Job) -> bytes:
     """The event that ``job`` is closed."""
-    return jobs_pb2.PlanEvent(
-        job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or "")
-    )
+    return _event(job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or ""))
+
+
+def _event(**kind: Message) -> bytes:
+    return jobs_pb2.PlanEvent(**kind).SerializeToString()  # type: ignore[arg-type]
 
 
 def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:

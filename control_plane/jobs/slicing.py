@@ -3,8 +3,8 @@
 A slice has the documents of which the member holds rows or serves tasks, all tasks of these, and
 the servers that run those; servers keep their order, so sums over servers come out the same on
 every member. All slices are cut at once: every column is gathered for all members, encoded, and its
-bytes are cut apart. That is what lets one machine publish plans of 16 thousand documents to 1024
-members in milliseconds.
+bytes are cut apart; what is encoded is not parsed again. That is what lets one machine publish
+plans of 16 thousand documents to 1024 members in milliseconds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ MAX_ROWS = 2**23
 """The most segments or tasks in all slices of a step. A document in many pieces goes to each member
 that has one, so they grow with the square of the pieces."""
 
+_STEP_PLANNED = jobs_pb2.PlanEvent.STEP_PLANNED_FIELD_NUMBER
+_PLAN = jobs_pb2.StepPlanned.PLAN_FIELD_NUMBER
+
 WireColumns = dict[str, NDArray[Any]]
 """Columns by name, as on the wire."""
 
@@ -49,7 +52,6 @@ class PlanSlicer:
         job_id: of its job.
         forward_only: the step has no backward pass.
         first_tick: ``[n_documents]`` where each document begins; None if all do with the step.
-
 
     Methods that make events raise PlanError where slices come to more than :data:`MAX_ROWS`.
     """
@@ -66,7 +68,7 @@ class PlanSlicer:
         self._forward_only = forward_only
         self._first_tick = first_tick
         whole = plan_to_proto(plan, job_id)
-        # Messages merge by laying their bytes one after another, which beats copying submessages.
+        # Messages merge by laying their bytes one after another, and are never parsed here.
         self._servers = [
             plan_pb2.Plan(servers=[server]).SerializeToString() for server in whole.servers
         ]
@@ -78,8 +80,6 @@ class PlanSlicer:
                 n_ranks=whole.manifest.n_ranks,
                 n_nano_batches=whole.manifest.n_nano_batches,
             ),
-            forward=plan_pb2.TaskTable(),
-            backward=plan_pb2.TaskTable(),
             mask=whole.mask,
             planner=whole.planner,
             reason=whole.reason,
@@ -95,16 +95,15 @@ class PlanSlicer:
         self._forward = self._tasks(plan.forward, whole.forward)
         self._backward = self._tasks(plan.backward, whole.backward)
 
-    def rank_events(self) -> list[jobs_pb2.PlanEvent]:
-        """The events for all ranks, in rank order."""
+    def rank_events(self) -> list[bytes]:
+        """The encoded events for all ranks, in rank order."""
         return self._events(self._grouped(self._of_ranks, range(self._plan.manifest.n_ranks)))
 
-    def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
+    def rank_event(self, rank: int) -> bytes:
         """The event for one rank."""
-        (event,) = self._events(self._grouped(self._of_ranks, [rank]))
-        return event
+        return self._events(self._grouped(self._of_ranks, [rank]))[0]
 
-    def server_events(self) -> dict[str, jobs_pb2.PlanEvent]:
+    def server_events(self) -> dict[str, bytes]:
         """The events for pool servers with a task, by id."""
         members = self._of_servers.member
         busy = distinct(members[members >= 0]).tolist()
@@ -114,13 +113,12 @@ class PlanSlicer:
             for index, event in zip(busy, events, strict=True)
         }
 
-    def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
+    def server_event(self, server_id: str) -> bytes:
         """The event for one pool server."""
         index = self._plan.server_index(server_id)
         if index is None:
             raise PlanError(f"server {server_id!r} is not in the plan of step {self._plan.step}")
-        (event,) = self._events(self._grouped(self._of_servers, [index]))
-        return event
+        return self._events(self._grouped(self._of_servers, [index]))[0]
 
     @cached_property
     def _of_ranks(self) -> _Needs:
@@ -163,7 +161,7 @@ class PlanSlicer:
         bounds = np.searchsorted(member, members)
         return _Chosen(document, np.append(bounds, len(document)))
 
-    def _events(self, chosen: _Chosen) -> list[jobs_pb2.PlanEvent]:
+    def _events(self, chosen: _Chosen) -> list[bytes]:
         documents = {name: column[chosen.document] for name, column in self._documents.items()}
         segments = self._segments.of(chosen, "segment_document")
         carried = self._carried.of(chosen, "carried_document")
@@ -191,24 +189,19 @@ class PlanSlicer:
         forward: dict[str, bytes],
         backward: dict[str, bytes],
         first_tick: bytes,
-    ) -> jobs_pb2.PlanEvent:
-        event = jobs_pb2.PlanEvent(
-            step_planned=jobs_pb2.StepPlanned(
-                forward_only=self._forward_only, first_tick=first_tick
-            )
+    ) -> bytes:
+        manifest: dict[str, Any] = {**documents, **segments, **carried}
+        plan = plan_pb2.Plan(
+            manifest=plan_pb2.Manifest(**manifest),
+            forward=plan_pb2.TaskTable(**forward),
+            backward=plan_pb2.TaskTable(**backward),
         )
-        plan = event.step_planned.plan
-        plan.MergeFromString(b"".join([self._common, *(self._servers[i] for i in servers)]))
-        for message, columns in (
-            (plan.manifest, documents),
-            (plan.manifest, segments),
-            (plan.manifest, carried),
-            (plan.forward, forward),
-            (plan.backward, backward),
-        ):
-            for name, data in columns.items():
-                setattr(message, name, data)
-        return event
+        own = jobs_pb2.StepPlanned(
+            plan=plan, forward_only=self._forward_only, first_tick=first_tick
+        )
+        common = b"".join([self._common, *map(self._servers.__getitem__, servers)])
+        event = jobs_pb2.PlanEvent(step_planned=own).SerializeToString()
+        return event + _field(_STEP_PLANNED, _field(_PLAN, common))
 
     def _first_ticks(self, chosen: _Chosen) -> list[bytes]:
         if self._first_tick is None:
@@ -293,6 +286,16 @@ def _renumber_servers(
         tasks.columns["server"] = np.searchsorted(used, pair) - bounds[pair // n_servers]
     servers = used_server.tolist()
     return (servers[begin:end] for begin, end in pairwise(bounds.tolist()))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A submessage with the bytes ``data``, encoded as a field."""
+    head, size = bytearray([number << 3 | 2]), len(data)
+    while size > 127:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head) + data
 
 
 def _columns(message: Any, specs: Columns) -> WireColumns:

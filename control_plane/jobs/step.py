@@ -138,29 +138,27 @@ class StepRecord:
     def step(self) -> int:
         return self.plan.step
 
-    def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
+    def rank_event(self, rank: int) -> bytes:
         """The event for a rank; on any thread."""
-        return self.numbered(rank, self._slicer.rank_event(rank))
+        return self.numbered(rank, self.slicer.rank_event(rank))
 
-    def numbered(self, rank: int, event: jobs_pb2.PlanEvent) -> jobs_pb2.PlanEvent:
+    def numbered(self, rank: int, event: bytes) -> bytes:
         """Says in the event for ``rank`` which of its hand-ins has got the step's number."""
-        event.step_planned.sequence = self.sequences.get(rank, 0)
-        return event
+        planned = jobs_pb2.StepPlanned(sequence=self.sequences.get(rank, 0))
+        # Encoded messages merge one behind the other.
+        return event + jobs_pb2.PlanEvent(step_planned=planned).SerializeToString()
 
-    def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
+    def server_event(self, server_id: str) -> bytes:
         """The event for a pool server that has a task; on any thread."""
-        return self._slicer.server_event(server_id)
+        return self.slicer.server_event(server_id)
 
-    def finished(self) -> None:
+    def drop_slicer(self) -> None:
         """Drop what its events are made from."""
-        self.__dict__.pop("_slicer", None)
+        self.__dict__.pop("slicer", None)
 
     @cached_property
-    def _slicer(self) -> PlanSlicer:
-        return self.new_slicer()
-
-    def new_slicer(self) -> PlanSlicer:
-        """A maker of its events."""
+    def slicer(self) -> PlanSlicer:
+        """A maker of its events; see :meth:`drop_slicer`."""
         return PlanSlicer(
             self.plan, self.job_id, forward_only=self.forward_only, first_tick=self.first_tick
         )

@@ -9,12 +9,11 @@ from typing import Generic, TypeAlias, TypeVar
 
 from control_plane.errors import RefusedError
 from distca.contract.rpc_errors import Reason
-from distca.v1 import jobs_pb2
 
 Key = TypeVar("Key", bound=Hashable)
 
-Event: TypeAlias = jobs_pb2.PlanEvent | Callable[[], jobs_pb2.PlanEvent]
-"""Or what makes it, off the event loop, once the reader has come so far."""
+Event: TypeAlias = bytes | Callable[[], bytes]
+"""An encoded PlanEvent, or what makes it, off the event loop, once the reader has come so far."""
 
 MAX_STREAMS_OF_MEMBER = 16
 """A stream that nobody reads stays until its connection ends, with the event that it writes."""
@@ -40,7 +39,7 @@ class Subscription:
         """No more events are taken."""
         return self._ended
 
-    def publish(self, event: jobs_pb2.PlanEvent) -> bool:
+    def publish(self, event: bytes) -> bool:
         """Queues ``event``; False if that ended the subscription, because its queue is full."""
         if self._ended:
             return True
@@ -108,7 +107,7 @@ class Subscriptions(Generic[Key]):
         subscription = self._by_key[key] = Subscription(first, limit=self._limit)
         return subscription
 
-    def publish(self, key: Key, event: jobs_pb2.PlanEvent) -> bool:
+    def publish(self, key: Key, event: bytes) -> bool:
         """Queues ``event`` for ``key``, if it watches; False if it was dropped for that."""
         subscription = self._by_key.get(key)
         if subscription is None or subscription.publish(event):

@@ -299,7 +299,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         key, subscription = watched
         try:
             async for event in subscription.events():
-                if not isinstance(event, jobs_pb2.PlanEvent):
+                if not isinstance(event, bytes):
                     event = await self._threads.run(caller_of(context).owner, event)
                 await context.write(event)
         finally:

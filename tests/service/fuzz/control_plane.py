@@ -82,8 +82,8 @@ class FakeContext:
         self.status = status
         raise Aborted
 
-    async def write(self, event: Message) -> None:
-        self.written.append(event)
+    async def write(self, event: bytes) -> None:
+        self.written.append(jobs_pb2.PlanEvent.FromString(event))
 
 
 class _Recorder:

@@ -13,6 +13,7 @@ from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan, PlanServer
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, plan_to_proto
+from distca.v1 import jobs_pb2
 from tests.support.plan_slices import for_rank, for_server
 
 
@@ -64,6 +65,10 @@ def encoded(plan: Plan) -> bytes:
     return plan_to_proto(plan, "job").SerializeToString()
 
 
+def step_planned(event: bytes) -> jobs_pb2.StepPlanned:
+    return jobs_pb2.PlanEvent.FromString(event).step_planned
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), n_servers=st.integers(1, 6))
 def test_slices_have_the_bytes_of_those_cut_one_by_one(
@@ -74,8 +79,8 @@ def test_slices_have_the_bytes_of_those_cut_one_by_one(
     ranks = slicer.rank_events()
     assert len(ranks) == n_ranks
     for rank, event in enumerate(ranks):
-        assert event.step_planned.forward_only == bool(seed % 2)
-        assert event.step_planned.plan.SerializeToString() == encoded(for_rank(plan, rank))
+        assert step_planned(event).forward_only == bool(seed % 2)
+        assert step_planned(event).plan.SerializeToString() == encoded(for_rank(plan, rank))
         assert slicer.rank_event(rank) == event
     servers = slicer.server_events()
     for server in plan.servers:
@@ -84,7 +89,7 @@ def test_slices_have_the_bytes_of_those_cut_one_by_one(
             assert server.server_id not in servers
         else:
             event = servers.pop(server.server_id)
-            assert event.step_planned.plan.SerializeToString() == encoded(one)
+            assert step_planned(event).plan.SerializeToString() == encoded(one)
             assert slicer.server_event(server.server_id) == event
     assert not servers
 
@@ -102,6 +107,6 @@ def test_first_ticks_are_cut_with_their_documents(seed: int) -> None:
     first_tick = np.arange(plan.manifest.n_documents) % 3
     of_id = dict(zip(plan.manifest.document_id.tolist(), first_tick.tolist(), strict=True))
     for event in PlanSlicer(plan, "job", first_tick=first_tick).rank_events():
-        ids = plan_from_proto(event.step_planned.plan).manifest.document_id.tolist()
-        found = first_tick_from_bytes(event.step_planned.first_tick, len(ids))
+        ids = plan_from_proto(step_planned(event).plan).manifest.document_id.tolist()
+        found = first_tick_from_bytes(step_planned(event).first_tick, len(ids))
         assert found.tolist() == [of_id[document_id] for document_id in ids]
