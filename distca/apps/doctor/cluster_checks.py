@@ -82,26 +82,30 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
         yield _unavailable(around.cluster.settings, error) if away else _refused(error)
         return
     except (OSError, ValueError) as error:
-        yield failed(str(error), "see the control plane's log")
-        return
-    if answer.snapshot is None:
-        yield passed("answers, and tells this role nothing of the cluster")
+        yield failed(str(error), "mend the files of --tls-*; 'distca certs show' describes them")
         return
     snapshot = answer.snapshot
-    milliseconds = answer.round_trip_seconds * 1000
-    yield passed(
-        f"{snapshot.address} answers in {milliseconds:.1f} ms: {len(snapshot.servers)} servers, "
-        f"{len(snapshot.jobs)} jobs",
-        round_trip_seconds=answer.round_trip_seconds,
-        servers=len(snapshot.servers),
-    )
+    if snapshot is None:
+        yield passed("answers, and tells this role nothing of the cluster")
+    else:
+        yield passed(
+            f"{snapshot.address} answers in {answer.round_trip_seconds * 1000:.1f} ms: "
+            f"{len(snapshot.servers)} servers, {len(snapshot.jobs)} jobs",
+            round_trip_seconds=answer.round_trip_seconds,
+            servers=len(snapshot.servers),
+        )
+    if around.cluster.settings.ca_file is None:
+        yield warned(
+            "calls are plaintext, and everyone may make them",
+            "turn on mTLS: --tls-ca, --tls-certificate and --tls-key (docs/security.md)",
+        )
 
 
 def _unavailable(settings: RpcSettings, error: RpcError) -> CheckFinding:
     """Tries what is there instead."""
     found = try_control_plane(settings)
     says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
-    advice = found.advice or "mend what dns and certificates say; then see the control plane's log"
+    advice = found.advice or "mend what check dns says; then see the control plane's log"
     return failed(says, advice, endpoint=found.speaks.name.lower())
 
 

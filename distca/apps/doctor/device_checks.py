@@ -1,8 +1,7 @@
-"""GPU, driver and kernels."""
+"""GPU and kernels."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Iterable
@@ -85,49 +84,6 @@ def _describe_gpu(index: int) -> CheckFinding:
             total_bytes=total_bytes,
         )
     return passed(says, free_bytes=free_bytes, total_bytes=total_bytes)
-
-
-def check_driver(around: Surroundings) -> Iterable[CheckFinding]:
-    """Can the driver run the CUDA that PyTorch was built with?"""
-    if not around.settings.on_gpu:
-        return
-    yield compare_driver(_driver_cuda_version(), torch.version.cuda)
-
-
-def compare_driver(driver: tuple[int, int] | None, built_with: str | None) -> CheckFinding:
-    """Compares the driver's CUDA version, None if there is no driver, with PyTorch's."""
-    if driver is None:
-        return failed(
-            "there is no libcuda.so.1",
-            "install the NVIDIA driver; in a container, use the NVIDIA container runtime",
-        )
-    shown = f"the driver runs CUDA up to {driver[0]}.{driver[1]}"
-    if built_with is None:
-        return failed(f"{shown}; this PyTorch has no CUDA", "install a CUDA build of it")
-    major, minor = (int(part) for part in built_with.split(".")[:2])
-    if driver[0] < major:
-        return failed(
-            f"{shown}, PyTorch was built with {built_with}",
-            f"install a driver for CUDA {major}, or a PyTorch built with CUDA {driver[0]}",
-        )
-    if driver < (major, minor):
-        return warned(
-            f"{shown}, PyTorch was built with {built_with}",
-            "kernels that are compiled on first use may fail: install a newer driver",
-        )
-    return passed(f"{shown}, PyTorch was built with {built_with}")
-
-
-def _driver_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that the installed driver runs."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int(0)
-    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def check_kernels(around: Surroundings) -> Iterable[CheckFinding]:

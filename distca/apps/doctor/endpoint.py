@@ -35,6 +35,7 @@ class Speaks(StrEnum):
     GRPC = "gRPC without TLS"
     GRPC_TLS = "gRPC with TLS"
     CERTIFICATE_WANTED = "TLS, for clients with a certificate"
+    REFUSED = "TLS, with a certificate that is refused here"
     METRICS = "metrics"
     OTHER = "no gRPC"
 
@@ -111,18 +112,20 @@ def _is_settings(answer: bytes) -> bool:
 
 def _by_tls(address: Address, settings: RpcSettings) -> Endpoint | None:
     """Identifies a TLS server; None if it is none."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Whether its certificate is good is for check certificates; no secret is sent here.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.ca_file is None:
+        # It is called without TLS. No secret is sent here.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     if settings.certificate_file is not None:
         context.load_cert_chain(settings.certificate_file, settings.key_file)
+    name = settings.server_name or address.host
     shaken = False
     try:
         with (
             socket.create_connection((address.host, address.port), _FIRST_WORDS_SECONDS) as raw,
-            context.wrap_socket(raw, server_hostname=address.host) as link,
+            context.wrap_socket(raw, server_hostname=name) as link,
         ):
             shaken = True
             if link.selected_alpn_protocol() != "h2":
@@ -131,6 +134,13 @@ def _by_tls(address: Address, settings: RpcSettings) -> Endpoint | None:
             # With TLS 1.3 a server refuses a client's certificate after the handshake.
             if _is_settings(link.recv(4096)):
                 return _with_tls(settings)
+    except ssl.SSLCertVerificationError as error:
+        return Endpoint(
+            speaks=Speaks.REFUSED,
+            says=f"its certificate is refused: {error.verify_message}",
+            advice=f"it must be signed by an authority in {settings.ca_file} and be good for "
+            f"{name}; if it has another name, give that with --tls-server-name",
+        )
     except ssl.SSLError as error:
         if "ALERT_NO_APPLICATION_PROTOCOL" in str(error.reason):
             return _other("it speaks TLS but not HTTP/2, as gRPC does")

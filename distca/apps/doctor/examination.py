@@ -6,18 +6,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from distca.apps.doctor.certificate_checks import check_certificates
 from distca.apps.doctor.cluster_checks import (
     check_clock,
     check_control_plane,
     check_dns,
     check_versions,
 )
-from distca.apps.doctor.device_checks import check_driver, check_gpu, check_kernels
+from distca.apps.doctor.device_checks import check_gpu, check_kernels
 from distca.apps.doctor.finding import CheckFinding, failed
 from distca.apps.doctor.machine_checks import (
     check_gpudirect,
-    check_memlock,
     check_namespaces,
     check_rdma,
     check_shared_memory,
@@ -31,15 +29,12 @@ Check = Callable[[Surroundings], Iterable[CheckFinding]]
 
 CHECKS: Mapping[str, Check] = {
     "gpu": check_gpu,
-    "driver": check_driver,
     "kernels": check_kernels,
-    "memlock": check_memlock,
     "shared-memory": check_shared_memory,
     "namespaces": check_namespaces,
     "rdma": check_rdma,
     "gpudirect": check_gpudirect,
     "dns": check_dns,
-    "certificates": check_certificates,
     "control-plane": check_control_plane,
     "clock": check_clock,
     "versions": check_versions,

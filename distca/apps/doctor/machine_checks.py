@@ -1,12 +1,11 @@
-"""Limits, shared memory, namespaces and RDMA devices of the machine or container."""
+"""Shared memory, namespaces and RDMA devices of the machine or container."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 
-from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
-from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
+from data_plane.transport_choice import TransportChoice, obstacles
 from data_plane.transport_facts import TransportFacts
 from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.settings import DoctorSettings
@@ -17,21 +16,6 @@ _MIN_SHM_BYTES = 2**30
 
 _INITIAL_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The machine's own: numbers that the kernel fixes (include/linux/proc_ns.h)."""
-
-
-def check_memlock(around: Surroundings) -> Iterable[CheckFinding]:
-    """May memory be locked, as RDMA needs?"""
-    limit = locked_bytes_limit(around.root)
-    shown = "unlimited" if limit is None else size_text(limit)
-    if around.settings.rdma and limit is not None and limit < MIN_LOCKED_BYTES:
-        yield failed(
-            f"only {shown} may be locked; RDMA locks all of its buffers",
-            MEMLOCK,
-            limit_bytes=limit,
-        )
-        return
-    needed = "" if around.settings.rdma or limit is None else "; only RDMA needs more"
-    yield passed(shown + needed, limit_bytes=-1 if limit is None else limit)
 
 
 def check_shared_memory(around: Surroundings) -> Iterable[CheckFinding]:

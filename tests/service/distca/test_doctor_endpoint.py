@@ -125,6 +125,23 @@ def test_a_client_certificate_of_another_authority(tmp_path: Path) -> None:
     assert f"refuses the client certificate in {other.certificate}" in found.says
 
 
+@pytest.mark.parametrize("differs", ["name", "authority"])
+def test_a_certificate_that_is_refused_here(differs: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    names = ("elsewhere.example",) if differs == "name" else ("localhost",)
+    files, other = Files(tmp_path, server_names=names), Files(tmp_path / "other")
+    client = (files if differs == "name" else other).client()
+    with running(tls=files.server) as control_plane:
+        address = localhost(control_plane.address)
+        found = control_plane_finding(address, **client)
+        if differs == "name":
+            named = around(address, **client, server_name="elsewhere.example")
+            (passes,) = CHECKS["control-plane"](named)
+            assert passes.status is Severity.PASS
+    assert found.figures["endpoint"] == "refused"
+    assert "--tls-server-name" in found.advice
+
+
 def test_a_plaintext_server_called_with_tls(tmp_path: Path) -> None:
     files = Files(tmp_path)
     with running() as control_plane:
@@ -190,20 +207,3 @@ def test_a_service_that_speaks_grpc_and_is_no_control_plane() -> None:
     finally:
         server.stop(None).wait(5)
     assert "is no control plane" in found.says
-
-
-@pytest.mark.parametrize("given", ["none", "others"])
-def test_check_certificates_tells_that_the_client_s_is_refused(given: str, tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    files, other = Files(tmp_path / "one"), Files(tmp_path / "other")
-    both = tmp_path / "both.crt"
-    both.write_bytes(files.ca.read_bytes() + other.ca.read_bytes())
-    shown = (
-        {} if given == "none" else {"certificate_file": other.certificate, "key_file": other.key}
-    )
-    with running(tls=files.server) as control_plane:
-        where = around(localhost(control_plane.address), ca_file=both, **shown)
-        last = list(CHECKS["certificates"](where))[-1]
-    assert last.status is Severity.FAIL
-    assert "client certificate" in last.says

@@ -47,7 +47,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("certs", "show", "{here}/none"), "cannot be read"),
     (("certs", "show", "{here}/cut.pem"), "holds no certificate"),
     (("certs", "make", "{here}/cut.pem/x"), "Not a directory"),
-    (("doctor", "--skip=nonsense"), "skip is nonsense; the checks are gpu, driver"),
+    (("doctor", "--skip=nonsense"), "skip is nonsense; the checks are gpu, kernels"),
     (("plan", "--lengths={here}/none"), "does not exist"),
     (("plan", "--profile={here}/cut.json"), "no cost profile"),
     (("schedule", "--output={here}/cut.pem/x"), "Not a directory"),
