@@ -175,6 +175,9 @@ class TrainerMetrics:
         registry: of the session.
         job_name, rank: values of the labels of every series.
         pairs: where the series of each server appear; None exports them nowhere.
+
+    Attributes:
+        series: for what one count says.
     """
 
     def __init__(
@@ -185,17 +188,13 @@ class TrainerMetrics:
         pairs: CollectorRegistry | None = None,
     ) -> None:
         identity = {"job_name": job_name, "rank": str(rank)}
-        self._series = TrainerTable(registry, **identity)
+        self.series = TrainerTable(registry, **identity)
         self._pairs = PairTable(pairs or CollectorRegistry(), **identity)
 
     def plan_waited_for(self, seconds: float) -> None:
         """A step's plan is here, ``seconds`` after it was wanted."""
-        self._series.plan_wait_seconds.observe(seconds)
-        self._series.at(part="plan").step_part_seconds_total.inc(seconds)
-
-    def step_at_home(self) -> None:
-        """The rank computes what is left of a step itself."""
-        self._series.steps_at_home_total.inc()
+        self.series.plan_wait_seconds.observe(seconds)
+        self.series.at(part="plan").step_part_seconds_total.inc(seconds)
 
     def step_ended(
         self,
@@ -219,13 +218,13 @@ class TrainerMetrics:
             waits: its complete ticks.
         """
         outcome = "complete" if complete else "given_up"
-        self._series.at(outcome=outcome).steps_total.inc()
+        self.series.at(outcome=outcome).steps_total.inc()
         self._count(waits)
         if not complete:
             return
-        self._series.tokens_total.inc(tokens)
-        self._series.step_tokens.set(tokens)
-        self._series.step_seconds.observe(seconds)
+        self.series.tokens_total.inc(tokens)
+        self.series.step_tokens.set(tokens)
+        self.series.step_seconds.observe(seconds)
         waited_seconds = exposed_seconds or 0.0
         parts = {
             "send": send_seconds,
@@ -233,10 +232,10 @@ class TrainerMetrics:
             "compute": max(seconds - send_seconds - waited_seconds, 0.0),
         }
         for part, part_seconds in parts.items():
-            self._series.at(part=part).step_part_seconds_total.inc(part_seconds)
+            self.series.at(part=part).step_part_seconds_total.inc(part_seconds)
 
     def _count(self, waits: Iterable[TickWait]) -> None:
-        of_phase = {phase: self._series.at(phase=phase) for phase in Phase}
+        of_phase = {phase: self.series.at(phase=phase) for phase in Phase}
         for wait in waits:
             series = of_phase[wait.phase]
             series.tick_seconds.observe(wait.flight_seconds)
@@ -249,7 +248,7 @@ class TrainerMetrics:
     def tasks_served(self, served: Iterable[ServedTasks]) -> None:
         """A step ran to its end, and these servers ran its tasks."""
         for one in served:
-            series = self._series.at(transport=one.transport, phase=one.phase)
+            series = self.series.at(transport=one.transport, phase=one.phase)
             series.tasks_total.inc(one.tasks)
             series.at(kind="q").rows_total.inc(one.q_rows)
             series.at(kind="kv").rows_total.inc(one.kv_rows)
@@ -261,23 +260,3 @@ class TrainerMetrics:
     def server_left(self, server_id: str) -> None:
         """The rank is no longer connected to a server: its series go."""
         self._pairs.forget(server=server_id)
-
-    def tick_replayed(self, phase: Phase, where: str) -> None:
-        """A lost server's tick ran again, on another ``"server"`` or at ``"home"``."""
-        self._series.at(phase=phase, where=where).replayed_ticks_total.inc()
-
-    def recovered(self, seconds: float) -> None:
-        """A failure is over, ``seconds`` after it was noticed: its ticks have been replayed."""
-        self._series.recovery_seconds.observe(seconds)
-
-    def stale_result(self) -> None:
-        """A late result of an earlier epoch was dropped."""
-        self._series.stale_results_total.inc()
-
-    def task_audited(self, result: str) -> None:
-        """A task was recomputed at home, with one of :data:`AUDIT_RESULTS`."""
-        self._series.at(result=result).audited_tasks_total.inc()
-
-    def corrupt_result(self, kind: str) -> None:
-        """A server's result is wrong, as one of :data:`CORRUPTIONS` showed."""
-        self._series.at(kind=kind).corrupt_results_total.inc()

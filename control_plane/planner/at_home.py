@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from control_plane.planner.forecast import row_bytes
 from control_plane.planner.planning import PlanningOptions, PlanningServer
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import BoolArray, Float64Array, Int64Array
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -42,9 +43,11 @@ def plan(
         own[manifest.segment_rank],
         mask=shape.mask,
     )
-    server = _spread(manifest, tasks, servers)
-    tasks = TaskTable(tasks.document, tasks.q_begin, tasks.q_end, server, mask=shape.mask)
-    forward, backward = (_forecast(manifest, tasks, servers, shape, phase) for phase in Phase)
+    tasks = replace(tasks, server=_spread(manifest, tasks, servers))
+    at_home = tasks.server == own[manifest.segment_rank]
+    forward, backward = (
+        _forecast(manifest, tasks, at_home, servers, shape, phase) for phase in Phase
+    )
     _check_capacity(servers, forward)
     return Plan(
         manifest=manifest,
@@ -83,6 +86,7 @@ def _spread(manifest: Manifest, tasks: TaskTable, servers: Sequence[PlanningServ
 def _forecast(
     manifest: Manifest,
     tasks: TaskTable,
+    at_home: BoolArray,
     servers: Sequence[PlanningServer],
     shape: AttentionShape,
     phase: Phase,
@@ -94,9 +98,6 @@ def _forecast(
         of_server, each = tasks.server == index, servers[index]
         seconds[of_server] = each.profile.seconds(q[of_server], kv[of_server], phase)
         seconds[of_server] /= each.speed or 1.0
-    place = np.array([-1 if s.server.in_place_rank is None else s.server.in_place_rank
-                      for s in servers])  # fmt: skip
-    at_home = place[tasks.server] == rank
     # Keys count once for each document on a server.
     pairs, of_task = np.unique(
         np.stack([nano_batch, tasks.server, tasks.document]), axis=1, return_inverse=True

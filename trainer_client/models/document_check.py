@@ -76,6 +76,19 @@ _TOLERANCES = {
 computes the same twice and differs by more has twice that difference instead."""
 
 
+_MIXES = (
+    "its neighbours in the row: the model mixes tokens elsewhere than in the attention that is "
+    "served (recurrent or convolutional layers, attention of its own)"
+)
+_COUNTS_THE_ROW = (
+    "what its neighbours hold, such as masked tokens that are counted over the whole row (ESM's "
+    "token_dropout; token_dropout=False in the model's config turns it off)"
+)
+_COUNTS_POSITIONS = (
+    "its place in the row: the model counts positions by itself and ignores position_ids"
+)
+
+
 class UnsupportedModel(ValueError):
     """The model cannot be served: its outputs would be wrong, or it never calls core attention."""
 
@@ -320,20 +333,19 @@ def _after_forward(model: PreTrainedModel, _: tuple[Any, ...], output: Any) -> A
 
 def _is_unplanned(model: PreTrainedModel) -> bool:
     """Return whether a forward of ``model`` with served attention begins outside of any step."""
-    if current_check.get() is not None:
-        return False
-    if (current_lane.get() or current_step.get()) is not None or is_at_home():
+    return (current_lane.get() or current_step.get()) is None and _is_served_here(model)
+
+
+def _is_served_here(model: PreTrainedModel) -> bool:
+    """Return whether servers compute the attention of a forward of ``model`` that begins now."""
+    if current_check.get() is not None or is_at_home():
         return False
     return not is_shape_inference(Checkpoints().recomputed) and _asks_for_us(model)
 
 
 def check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compares what ``model`` is called with in a step with what was planned."""
-    if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
-        return
-    if is_at_home():
-        return
-    if is_shape_inference(Checkpoints().recomputed) or not _asks_for_us(model):
+    if (current_lane.get() or current_step.get()) is None or not _is_served_here(model):
         return
     told = {
         name: value
@@ -460,26 +472,14 @@ class _Checker:
         swapped, _ = self._forward([last, middle, first])
         again, _ = self._forward([first, middle, last])
         noise = max(_difference(*pair) for pair in zip(again, outputs, strict=True))
-        tolerance = _TOLERANCES.get(self._dtype(), _TOLERANCES[torch.float32]) * scale
-        tolerance = max(tolerance, 2 * noise)
-        if (leak := _difference(swapped[1], outputs[1])) > tolerance:
-            return (
-                f"a document's outputs change by {leak / scale:.0e} with its neighbours in the "
-                "row: the model mixes tokens elsewhere than in the attention that is served "
-                "(recurrent or convolutional layers, attention of its own)"
-            )
-        if (leak := _difference(beside[1], outputs[1])) > tolerance:
-            return (
-                f"a document's outputs change by {leak / scale:.0e} with what its neighbours hold, "
-                "such as masked tokens that are counted over the whole row (ESM's token_dropout; "
-                "token_dropout=False in the model's config turns it off)"
-            )
         moved = max(_difference(swapped[2], outputs[0]), _difference(swapped[0], outputs[2]))
-        if moved > tolerance:
-            return (
-                f"a document's outputs change by {moved / scale:.0e} with its place in the row: "
-                "the model counts positions by itself and ignores position_ids"
-            )
+        for change, cause in (
+            (_difference(swapped[1], outputs[1]), _MIXES),
+            (_difference(beside[1], outputs[1]), _COUNTS_THE_ROW),
+            (moved, _COUNTS_POSITIONS),
+        ):
+            if change > max(self._tolerance * scale, 2 * noise):
+                return f"a document's outputs change by {change / scale:.0e} with {cause}"
         return ""
 
     def _counts_from_zero(self) -> bool:
@@ -496,18 +496,18 @@ class _Checker:
             told, untold = output(_POSITIONS), output(frozenset())
         except UnsupportedModel:
             return True
-        tolerance = _TOLERANCES.get(self._dtype(), _TOLERANCES[torch.float32])
         difference = _difference(told, untold)
-        if difference <= tolerance * float(told.abs().max()):
+        if difference <= self._tolerance * float(told.abs().max()):
             return True
         return difference <= 2 * _difference(output(_POSITIONS), told)
 
-    def _dtype(self) -> torch.dtype:
-        """That the forward computes in."""
-        kind = self._device.type
+    @property
+    def _tolerance(self) -> float:
+        """That of what the forward computes in."""
+        kind, dtype = self._device.type, self._model.dtype
         if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return self._model.dtype
+            dtype = torch.get_autocast_dtype(kind)
+        return _TOLERANCES.get(dtype, _TOLERANCES[torch.float32])
 
     def _draw(self, seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ class Examiner:
             if connection is not None and self._options.seals(leaves_host=connection.leaves_host):
                 verify(reply, tick.tag(reply=True), connection.receiving_key)
         except ChecksumMismatch as mismatch:
-            self._metrics.corrupt_result("checksum")
+            self._metrics.series.at(kind="checksum").corrupt_results_total.inc()
             return str(mismatch)
         if self._checker is None and self._auditor is None:
             return None
@@ -87,7 +87,7 @@ class Examiner:
         )
         fault = self._checker.fault(answer) if self._checker else None
         if fault is not None:
-            self._metrics.corrupt_result("not_finite")
+            self._metrics.series.at(kind="not_finite").corrupt_results_total.inc()
         elif self._auditor is not None:
             self._auditor.sample(answer)
         return fault
@@ -98,10 +98,11 @@ class Examiner:
             self._auditor.close()
 
     def _audited(self, finding: AuditFinding) -> None:
-        self._metrics.task_audited("equal" if finding.equal else "different")
+        result = "equal" if finding.equal else "different"
+        self._metrics.series.at(result=result).audited_tasks_total.inc()
         if not finding.equal:
             logger.error("%s; the step has used the result", finding)
-            self._metrics.corrupt_result("audit")
+            self._metrics.series.at(kind="audit").corrupt_results_total.inc()
             self._lost(
                 ServerLoss(
                     server_id=finding.server_id,

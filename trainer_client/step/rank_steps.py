@@ -718,7 +718,7 @@ class RankSteps:
         return True
 
     def _count_at_home(self, running: RunningStep) -> None:
-        self._metrics.step_at_home()
+        self._metrics.series.steps_at_home_total.inc()
         if not self._is_at_home:
             logger.warning(
                 "job %s: the control plane is away; from step %d on this rank computes itself what "
@@ -869,7 +869,7 @@ class RankSteps:
 
     def _let_go(self, sent: SentTick, epoch: int) -> None:
         for _ in range(sent.let_go(epoch)):
-            self._metrics.stale_result()
+            self._metrics.series.stale_results_total.inc()
 
     def _end_lane(self, first: Tick, epoch: int) -> None:
         """Ends a lane at each server, with its first tick from ``first`` on."""
@@ -906,10 +906,12 @@ class RankSteps:
         running.recoveries += 1
         running.replayed_ticks += len(counted.replayed)
         running.recovery_seconds += counted.seconds
-        self._metrics.recovered(counted.seconds)
+        self._metrics.series.recovery_seconds.observe(counted.seconds)
         for tick in counted.replayed:
             at_home = all(each.connection is None for each in routes.of(tick))
-            self._metrics.tick_replayed(tick.phase, "home" if at_home else "server")
+            where = "home" if at_home else "server"
+            series = self._metrics.series.at(phase=tick.phase, where=where)
+            series.replayed_ticks_total.inc()
         logger.info(
             "step %d goes on with epoch %d: %d ticks replayed after %.3f s",
             counted.step,

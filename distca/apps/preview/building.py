@@ -31,7 +31,7 @@ from distca.apps.simulator.homes import planned_homes
 from distca.apps.simulator.length_files import read_lengths
 from distca.apps.simulator.lengths import sample_lengths
 from distca.apps.simulator.model import ModelSpec, preset
-from distca.apps.simulator.packing import pack_and_cut, pack_in_order, split_long, take_steps
+from distca.apps.simulator.packing import pack_in_order, split_long, take_steps
 from distca.apps.simulator.schedules import fitting_orders
 from distca.apps.simulator.setup import Setup, stage_layers
 from distca.apps.simulator.verdict import Remedy
@@ -98,29 +98,15 @@ def build_setup(
 
 def build_method(settings: PlannerSettings, setup: Setup) -> Method:
     """The planner, its options and the homes."""
-    _check_cut_documents(settings, setup)
     options = PlanningOptions(tolerance=settings.tolerance)
     planned = settings.homes is Homes.PLANNED
     return Method(
         planner=choose_planner(settings.planner or DEFAULT_PLANNER),
         options=options,
-        pack=planned_homes(setup.rank_profile, options, cuts_documents=settings.cut_documents)
-        if planned
-        else (pack_and_cut if settings.cut_documents else pack_in_order),
+        pack=planned_homes(setup.rank_profile, options) if planned else pack_in_order,
         n_nano_batches=settings.nano_batches,
-        cuts_documents=settings.cut_documents,
         byte_budget=settings.byte_budget,
     )
-
-
-def _check_cut_documents(settings: PlannerSettings, setup: Setup) -> None:
-    refusals = (
-        (settings.nano_batches != 2, f"nano_batches is {settings.nano_batches}, and two are cut"),
-        (settings.byte_budget is not None, "a byte_budget does not count the keys of both parts"),
-    )
-    for holds, why in refusals:
-        if settings.cut_documents and holds:
-            raise ValueError(f"cut_documents is set, and {why}; leave one of them out")
 
 
 def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> list[Remedy]:
@@ -170,10 +156,9 @@ def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
             "in a tick."
         )
     half = tokens_per_rank // 2
-    where = "ranks, or in both nano-batches" if planner.cut_documents else "ranks"
     return (
         f"Two nano-batches (ping-pong): in a tick a rank holds {half} of its {tokens_per_rank} "
-        f"tokens, so a longer document lies on several {where}. --nano-batches 1 shows the other "
+        f"tokens, so a longer document lies on several ranks. --nano-batches 1 shows the other "
         "case, as if nothing hid communication."
     )
 

@@ -105,9 +105,6 @@ class PlannerSettings:
         "nano-batch's forward linear part. Default: no limit.",
     )
     nano_batches: int = option(2, "2 with ping-pong, 1 without.")
-    cut_documents: bool = option(
-        False, "Let a document begin in the first of two nano-batches and go on in the second."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

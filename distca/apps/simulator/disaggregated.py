@@ -54,7 +54,6 @@ class Method:
         options: its tolerance and cuts.
         pack: gives documents their homes.
         n_nano_batches: 2 with ping-pong, 1 without ("single stream").
-        cuts_documents: whether ``pack`` lets a document lie in both of two nano-batches.
         schedule: of pipelines with several stages.
         idle_aware: whether plans count what each rank computes beside attention, so that idle
             stages take more of it; else attention is spread evenly, as in the paper.
@@ -67,15 +66,9 @@ class Method:
     options: PlanningOptions
     pack: Packer = pack_in_order
     n_nano_batches: int = 2
-    cuts_documents: bool = False
     schedule: Order = same_phase
     idle_aware: bool = False
     byte_budget: float | None = None
-
-    @property
-    def n_parts(self) -> int:
-        """Parts of a step at whose ends documents end."""
-        return 1 if self.cuts_documents else self.n_nano_batches
 
     def __post_init__(self) -> None:
         if self.n_nano_batches not in (1, 2):
@@ -261,7 +254,7 @@ def plan_lengths(
     """The plan of one batch of ``setup.step_tokens`` tokens, without pipeline stages, and by phase
     the work of each nano-batch of a layer under it."""
     n_ranks, tokens = setup.cluster.n_ranks, setup.tokens_per_rank
-    trained = as_trained(lengths, n_ranks, tokens, method.n_parts)
+    trained = as_trained(lengths, n_ranks, tokens, method.n_nano_batches)
     plan = method.planner(
         method.pack(trained, n_ranks, tokens, method.n_nano_batches),
         build_servers(setup.cluster, setup.rank_profile, placement, n_pool_servers),
@@ -459,47 +452,26 @@ def slot_manifest(
     n_documents = np.array([manifest.n_documents for _, manifest in held])
     first = np.cumsum(n_documents) - n_documents
     nano_batch = np.concatenate([m.document_nano_batch for _, m in held])
-    # The parts of a document that is cut between nano-batches share an id.
-    n_ids = 1 + max(int(m.document_id.max()) for _, m in held)
-    ids = np.concatenate([m.document_id + at * n_ids for at, (_, m) in enumerate(held)])
     # Documents are sorted by (nano-batch, id): microbatches are interleaved by a stable sort.
     order = np.argsort(nano_batch, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    at_homes = [
-        (manifest, place[begin:], rank * n_pipelines)
-        for (rank, manifest), begin in zip(held, first, strict=True)
-    ]
+    columns = {
+        name: np.concatenate([getattr(m, f"segment_{name}") for _, m in held])
+        for name in ("offset", "length", "row")
+    }
+    columns["document"] = np.concatenate(
+        [place[begin + m.segment_document] for (_, m), begin in zip(held, first, strict=True)]
+    )
+    columns["rank"] = np.concatenate([rank * n_pipelines + m.segment_rank for rank, m in held])
+    by_document = np.argsort(columns["document"], kind="stable")
     return Manifest(
         step=held[0][1].step,
         n_ranks=n_pipeline_ranks * n_pipelines,
         n_nano_batches=held[0][1].n_nano_batches,
-        document_id=ids[order],
+        document_id=np.arange(len(order)),
         document_length=np.concatenate([m.document_length for _, m in held])[order],
         document_nano_batch=nano_batch[order],
         whole=True,
-        **_rows_of("segment", at_homes),
-        **_rows_of("carried", at_homes),
+        **{f"segment_{name}": values[by_document] for name, values in columns.items()},
     )
-
-
-def _rows_of(kind: str, held: Sequence[tuple[Manifest, Int64Array, int]]) -> dict[str, Int64Array]:
-    """The columns of all ``"segment"`` or ``"carried"`` rows, in the order of their documents.
-
-    Args:
-        held: manifests, the new places of their documents, and the rank that their first one is.
-    """
-
-    def column(name: str) -> list[Int64Array]:
-        return [getattr(manifest, f"{kind}_{name}") for manifest, _, _ in held]
-
-    places, first_ranks = [place for _, place, _ in held], [rank for _, _, rank in held]
-    joined = {name: np.concatenate(column(name)) for name in ("offset", "length", "row")}
-    joined["document"] = np.concatenate(
-        [place[its] for place, its in zip(places, column("document"), strict=True)]
-    )
-    joined["rank"] = np.concatenate(
-        [rank + its for rank, its in zip(first_ranks, column("rank"), strict=True)]
-    )
-    order = np.argsort(joined["document"], kind="stable")
-    return {f"{kind}_{name}": values[order] for name, values in joined.items()}

@@ -19,15 +19,12 @@ _ID_BITS = 32
 """Document ids of a nano-batch are below 2 to this power."""
 
 
-def planned_homes(
-    profile: CostProfile, options: PlanningOptions, *, cuts_documents: bool = False
-) -> Packer:
+def planned_homes(profile: CostProfile, options: PlanningOptions) -> Packer:
     """A packer for ranks that are all alike: :func:`control_plane.planner.homes.plan_homes`.
 
     Args:
         profile: kernel cost of one rank.
         options: of the planner that will plan the step.
-        cuts_documents: whether a document may lie in both of two nano-batches.
     """
 
     def plan(lengths: Int64Array, n_ranks: int, rows: int, n_nano_batches: int) -> Homes:
@@ -39,7 +36,6 @@ def planned_homes(
             servers,
             options,
             n_nano_batches=n_nano_batches,
-            cuts_documents=cuts_documents,
         )
 
     def pack(

@@ -80,7 +80,7 @@ def plan_batch(
     """Plans one batch of ``setup.step_tokens`` tokens, without pipeline stages."""
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
-    lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_parts)
+    lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
     plan, works = plan_lengths(setup, lengths, method, placement, n_pool_servers)
     before = bins_in_order(lengths, ranks, setup.tokens_per_rank, profile)
     after = [
@@ -104,7 +104,7 @@ def compare_batches(setup: Setup, batches: Sequence[Int64Array], method: Method)
     documents that nano-batches hold.
     """
     trained = [
-        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_parts)
+        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_nano_batches)
         for batch in batches
     ]
     return mean_comparison(

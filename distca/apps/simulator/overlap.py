@@ -22,7 +22,6 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from distca.apps.simulator.cluster import ClusterSpec
 from distca.apps.simulator.disaggregated import Method, SlotWork, plan_lengths, tick_time
-from distca.apps.simulator.packing import pack_in_order
 from distca.apps.simulator.ping_pong import PortTransfer, deliver
 from distca.apps.simulator.setup import Setup
 
@@ -68,9 +67,6 @@ def exposed_shares(
         for n_groups in HEAD_GROUPS
         if heads % n_groups == 0
     ]
-    if method.cuts_documents:
-        # Only between two nano-batches.
-        method = replace(method, cuts_documents=False, pack=pack_in_order)
     methods = (replace(method, n_nano_batches=n_nano_batches) for n_nano_batches in (1, 2))
     one, two = ([plan_lengths(setup, batch, each)[1] for batch in batches] for each in methods)
     shares: dict[Hiding | str, float] = {way: _share(setup, one, way) for way in ways}

@@ -11,7 +11,6 @@ from core_attention.manifest import (
     Manifest,
     RankManifest,
     Segment,
-    SegmentColumns,
 )
 
 
@@ -108,34 +107,6 @@ def pack_in_order(
         segment_rank=in_range % n_ranks,
         segment_row=begin - in_range * rows,
     )
-
-
-def pack_and_cut(
-    lengths: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int
-) -> Manifest:
-    """The same, but that a document which crosses the end of nano-batch 0 goes on in nano-batch 1,
-    of two, as the same document. Arguments and errors as of :func:`pack_in_order`.
-    """
-    check_tokens(lengths, n_ranks, tokens_per_rank, n_nano_batches)
-    rows, total = tokens_per_rank // n_nano_batches, int(lengths.sum())
-    document_begin = exclusive_cumsum(lengths)
-    begin = np.union1d(document_begin, np.arange(0, total, rows))
-    document = np.searchsorted(document_begin, begin, side="right") - 1
-    nano_batch, rank = np.divmod(begin // rows, n_ranks)
-    columns = SegmentColumns(
-        nano_batch,
-        document,
-        lengths[document],
-        begin - document_begin[document],
-        np.diff(np.append(begin, total)),
-    )
-    ranks = [
-        RankManifest.from_columns(
-            0, at, n_nano_batches, SegmentColumns(*(column[rank == at] for column in columns))
-        )
-        for at in range(n_ranks)
-    ]
-    return Manifest.merge(ranks, n_ranks)
 
 
 def rank_manifests(manifest: Manifest) -> list[RankManifest]:

@@ -96,7 +96,7 @@ def compare_schedules(
     if in_flight_limit is not None and not in_flight_limit >= 1:
         raise ValueError(f"in_flight is {in_flight_limit}; it must be 1 or more microbatches")
     batches = [
-        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_parts)
+        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, method.n_nano_batches)
         for batch in batches
     ]
     return ScheduleComparison(

@@ -121,21 +121,6 @@ def test_a_pool_is_planned(placement: str) -> None:
     assert ("rank-0" in output) == (placement == "mixed")
 
 
-@pytest.mark.parametrize("homes", ["packed", "planned"])
-def test_documents_may_be_cut_between_nano_batches(tmp_path: Path, homes: str) -> None:
-    """One document over two ranks, which plain packing cannot hold, is one document."""
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("32768\n")
-    arguments: tuple[str, ...] = (
-        *("--lengths", str(lengths), "--ranks", "2", "--tokens-per-rank", "16384"),
-        *("--batches", "1", "--max-length", "32768", "--homes", homes),
-    )
-    assert "documents 2 " in run(*arguments)
-    output = run(*arguments, "--cut-documents")
-    assert "documents 1 " in output
-    assert "in both nano-batches" in output
-
-
 def test_an_endless_byte_budget_is_none() -> None:
     arguments = ("--distribution", "prolong", *SMALL)
     assert run(*arguments, "--byte-budget", "1e300") == run(*arguments, "--byte-budget", "1e6")
@@ -205,22 +190,6 @@ def test_model_numbers_can_be_changed() -> None:
             "pool_servers (placement pool) is 0",
         ),
         (("--distribution", "prolong", "--profile", "none.json"), "none.json cannot be read"),
-        (
-            ("--distribution", "prolong", "--cut-documents", "--nano-batches", "1"),
-            "cut_documents is set, and nano_batches is 1",
-        ),
-        (
-            (
-                "--distribution",
-                "prolong",
-                "--cut-documents",
-                "--nano-batches",
-                "2",
-                "--byte-budget",
-                "1",
-            ),
-            "cut_documents is set, and a byte_budget",
-        ),
         (("--distribution", "prolong", "--bytes-per-token", "0"), None),
     ],
 )

@@ -11,7 +11,7 @@ from core_attention.ca_task import Phase
 from distca.apps.simulator.baselines import balanced_seconds, plain_packing
 from distca.apps.simulator.disaggregated import Method, disaggregated_step, slot_manifest
 from distca.apps.simulator.model import PRESETS
-from distca.apps.simulator.packing import pack_and_cut, pack_in_order
+from distca.apps.simulator.packing import pack_in_order
 from distca.contract.settings import Placement
 from tests.unit.simulator.cases import K, documents, h200, setup
 
@@ -102,18 +102,6 @@ def test_a_tick_holds_its_microbatches_on_their_stages() -> None:
         assert merged.tokens_per_rank(nano_batch).tolist() == [8, 8, 0, 0, 8, 8]
     expected = sorted([*manifests[0].document_length, *manifests[2].document_length])
     assert sorted(merged.document_length) == expected
-
-
-def test_a_tick_holds_documents_that_are_cut_between_nano_batches() -> None:
-    manifests = [pack_and_cut(np.array([6, 12 + i, 14 - i]), 2, 16, 2) for i in range(3)]
-    merged = slot_manifest(manifests, [(0, 2), (2, 0)], 3, 2)
-    assert merged.n_carried == manifests[0].n_carried + manifests[2].n_carried > 0
-    carried = [
-        list(zip(m.carried_length.tolist(), (m.carried_rank + home).tolist(), strict=True))
-        for m, home in ((manifests[2], 0), (manifests[0], 4))
-    ]
-    found = zip(merged.carried_length.tolist(), merged.carried_rank.tolist(), strict=True)
-    assert list(found) == carried[0] + carried[1]
 
 
 def test_a_pool_moves_everything() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest
 from distca.apps.simulator.packing import (
-    pack_and_cut,
     pack_in_order,
     rank_manifests,
     split_long,
@@ -62,22 +61,3 @@ def test_too_few_tokens_say_how_many_are_needed() -> None:
 
 def test_long_documents_are_split() -> None:
     assert split_long(np.array([3, 10, 8]), 4).tolist() == [3, 4, 4, 2, 4, 4]
-
-
-def test_documents_go_on_in_the_second_nano_batch_where_they_may_be_cut() -> None:
-    manifest = pack_and_cut(np.array([3, 11, 2]), n_ranks=2, tokens_per_rank=8, n_nano_batches=2)
-    assert manifest.document_id.tolist() == [0, 1, 1, 2]
-    assert manifest.document_begin.tolist() == [0, 0, 5, 0]
-    assert manifest.document_length.tolist() == [3, 5, 11, 2]
-    assert manifest.segment_rank.tolist() == [0, 0, 1, 0, 1, 1]
-    for nano_batch in range(2):
-        assert manifest.tokens_per_rank(nano_batch).tolist() == [4, 4]
-
-
-@pytest.mark.parametrize("n_ranks", [1, 3])
-def test_nothing_is_cut_where_documents_end_with_the_nano_batch(n_ranks: int) -> None:
-    lengths = np.array([4] * 2 * n_ranks)
-    cut, whole = (pack(lengths, n_ranks, 8, 2) for pack in (pack_and_cut, pack_in_order))
-    assert cut.n_carried == 0
-    for name in ("document_length", "segment_rank", "segment_row", "segment_length"):
-        assert getattr(cut, name).tolist() == getattr(whole, name).tolist()

@@ -128,11 +128,12 @@ def test_failures_are_there_from_the_start_and_counted(
 ) -> None:
     replayed = {"phase": "forward", "where": "home"}
     assert value(registry, "replayed_ticks_total", **replayed) == 0
-    metrics.tick_replayed(Phase.FORWARD, "home")
-    metrics.recovered(0.5)
-    metrics.stale_result()
-    metrics.task_audited("different")
-    metrics.corrupt_result("checksum")
+    series = metrics.series
+    series.at(phase=Phase.FORWARD, where="home").replayed_ticks_total.inc()
+    series.recovery_seconds.observe(0.5)
+    series.stale_results_total.inc()
+    series.at(result="different").audited_tasks_total.inc()
+    series.at(kind="checksum").corrupt_results_total.inc()
     assert value(registry, "replayed_ticks_total", **replayed) == 1
     assert value(registry, "recovery_seconds_sum") == 0.5
     assert value(registry, "stale_results_total") == 1
