@@ -24,6 +24,8 @@
 #   make push-chart  pushes the chart, as an OCI artifact
 #   make sbom     fetches the lists of Python packages of what publish pushed
 #   make sign     signs what publish and push-chart pushed, and the lists, with cosign
+#   make wheel    builds the Python package and checks it in an empty environment; build/wheel
+#   make push-wheel  makes a release of GitHub's with it: TAG=v0.1.0
 #   make smoke-gpu  checks an image for GPUs on a machine with one, and trains in it, verified
 #   make release-check  refuses a tag that is not this version's: TAG=v0.1.0
 #   make check-wheels  looks for wheels of all pinned packages: ARCHITECTURE=aarch64
@@ -218,7 +220,7 @@ push:
 image-names:
 	@printf '%s\n' $(foreach image,$(IMAGES),$(call image_name,$(image)))
 
-.PHONY: release-check publish push-chart references sbom sign smoke-gpu check-wheels
+.PHONY: release-check wheel push-wheel publish push-chart references sbom sign smoke-gpu check-wheels
 
 # A release is made of these, here or by .github/workflows/release.yml: see CONTRIBUTING.md.
 PLATFORMS ?= linux/amd64,linux/arm64
@@ -228,6 +230,15 @@ RELEASE := build/release
 
 release-check: $(INSTALLED)
 	@$(BIN)/python -m tools.release check "$(TAG)"
+
+# Without what an earlier build has left: modules that are gone would come into the wheel.
+wheel: $(INSTALLED)
+	@rm -rf build/lib build/bdist.* build/wheel distca.egg-info
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@$(BIN)/python -m pytest tests/deploy/wheel $(PYTEST)
+
+push-wheel:
+	@gh release create "$(TAG)" build/wheel/*.whl --verify-tag --generate-notes
 
 publish: $(IMAGES:%=publish-%)
 
