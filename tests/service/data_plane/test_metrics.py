@@ -1,4 +1,4 @@
-"""The data plane's metrics: their list, what they count, and when labels go."""
+"""The data plane's metrics: the values that they count, and when labels go."""
 
 from __future__ import annotations
 
@@ -14,24 +14,6 @@ from data_plane.ucxx.transport import UcxxTransport
 from tests.service.data_plane.secret import SECRET, proven
 from tests.support.waiting import eventually
 
-NAMES = {
-    "distca_data_plane_buffer_pool_allocations",
-    "distca_data_plane_buffer_pool_bytes",
-    "distca_data_plane_buffer_pool_limit_bytes",
-    "distca_data_plane_connections",
-    "distca_data_plane_failures",
-    "distca_data_plane_floor_bytes_per_second",
-    "distca_data_plane_handshakes_refused",
-    "distca_data_plane_messages_dropped",
-    "distca_data_plane_probe_bytes_per_second",
-    "distca_data_plane_receive_bytes_per_second",
-    "distca_data_plane_received_bytes",
-    "distca_data_plane_restarts",
-    "distca_data_plane_sent_bytes",
-    "distca_data_plane_slow_peers",
-    "distca_data_plane_transfer_seconds",
-    "distca_data_plane_transport_info",
-}
 PEER = {"peer": "a:1", "transport": "ucxx"}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distca.contract import rpc
-from tests.support.cluster import NODE_SHAPE
-from trainer_client import Placement, SessionOptions
+from tests.service.trainer_client.test_options import options
 from trainer_client.link.own_transport import data_host_of
 
 CONTROL_PLANE = "127.0.0.1:7700"
@@ -27,16 +26,8 @@ def test_ranks_on_a_pool_take_the_address_towards_the_control_plane(
     monkeypatch: pytest.MonkeyPatch, placement: str, one_host: bool, given: str, expected: str
 ) -> None:
     monkeypatch.setattr("data_plane.interfaces.source_ip", lambda _: TOWARDS_IT)
-    options = SessionOptions(
-        control_plane=CONTROL_PLANE,
-        job="where",
-        rank=0,
-        n_ranks=1,
-        n_layers=1,
-        shape=NODE_SHAPE,
-        placement=Placement(placement),
-        data_host=given,
-        one_host=one_host,
+    made = options(
+        control_plane=CONTROL_PLANE, placement=placement, data_host=given, one_host=one_host
     )
     settings = rpc.RpcSettings(address=CONTROL_PLANE, connect_seconds=1.0)
-    assert data_host_of(options, settings) == expected
+    assert data_host_of(made, settings) == expected
