@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,17 +64,6 @@ def test_newest_checkpoint_comes_back_equal_and_two_are_kept(tmp_path: Path) -> 
     assert loaded.optimizer == expected.optimizer
 
 
-def test_full_disk_is_named_and_leaves_the_checkpoint_before_intact(tmp_path: Path) -> None:
-    before = save_checkpoint(tmp_path, checkpoint(2))
-    with (
-        files_limited_to(64 * 1024),
-        pytest.raises(CheckpointError, match="File too large"),
-    ):
-        save_checkpoint(tmp_path, checkpoint(4, n_weights=10**6))
-    assert list(tmp_path.iterdir()) == [before]
-    assert load_newest(tmp_path, IDENTITY).steps_done == 2
-
-
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="Not a directory"):
@@ -88,31 +75,32 @@ def test_no_checkpoint_to_resume_from_is_named(tmp_path: Path) -> None:
         load_newest(tmp_path / "absent", IDENTITY)
 
 
-def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, checkpoint(2))
-    for damage in (b"", b"garbage", path.read_bytes()[:-100]):
-        path.write_bytes(damage)
-        with pytest.raises(CheckpointError, match=r"step-00000002\.pt cannot be read"):
-            load_newest(tmp_path, IDENTITY)
+FIELDS = {"identity": "abc"}, {"model": None}, {"steps_done": 2.5}, {"seed": 1}
+"""Of which each is none of a checkpoint's."""
+
+
+def with_names_that_are_no_text(path: Path) -> None:
+    torch.save(vars(checkpoint(2)), path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().replace(b"documents", b"docu\xffents"))
 
 
 @pytest.mark.parametrize(
-    "fields", [{"identity": "abc"}, {"model": None}, {"steps_done": 2.5}, {"seed": 1}]
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"garbage"),
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        *(
+            lambda path, fields=fields: torch.save({**vars(checkpoint(2)), **fields}, path)
+            for fields in FIELDS
+        ),
+        with_names_that_are_no_text,
+    ],
 )
-def test_checkpoint_that_holds_something_else_is_named(
-    tmp_path: Path, fields: dict[str, object]
-) -> None:
+def test_damaged_checkpoint_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     path = save_checkpoint(tmp_path, checkpoint(2))
-    torch.save({**vars(checkpoint(2)), **fields}, path)
-    with pytest.raises(CheckpointError, match=rf"step-00000002\.pt cannot.*{next(iter(fields))}"):
-        load_newest(tmp_path, IDENTITY)
-
-
-def test_checkpoint_whose_names_are_no_text_is_named(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, checkpoint(2))
-    torch.save(vars(checkpoint(2)), path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes().replace(b"documents", b"docu\xffents"))
-    with pytest.raises(CheckpointError, match=r"step-00000002\.pt cannot be read \(.*decode"):
+    damage(path)
+    with pytest.raises(CheckpointError, match=r"step-00000002\.pt cannot"):
         load_newest(tmp_path, IDENTITY)
 
 
@@ -209,40 +197,20 @@ def test_checkpoints_that_cannot_be_set_aside_are_named(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [path]
 
 
-SMALL_DISK_BYTES = 2**20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of one MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "distca-test", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=10).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=10)
-
-
 def test_run_on_a_full_disk_goes_on_and_saves_once_there_is_room(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = small_disk / "checkpoints"
-    keeper = KeptCheckpoints(folder)
+    keeper = KeptCheckpoints(tmp_path)
     keeper.save(checkpoint(2))
-    (small_disk / "other").write_bytes(bytes(SMALL_DISK_BYTES - 64 * 1024))
-    with caplog.at_level(logging.WARNING):
+    with files_limited_to(64 * 1024), caplog.at_level(logging.WARNING):
         for steps_done in (4, 6):
             keeper.save(checkpoint(steps_done, n_weights=20_000))
     assert len(caplog.records) == 2
-    assert "step-00000006.pt cannot be written: No space left on device" in caplog.text
-    assert load_newest(folder, IDENTITY).steps_done == 2
-    assert [path.name for path in folder.iterdir()] == ["step-00000002.pt"]
-    with pytest.raises(CheckpointError, match=r"without its last checkpoint.*No space left"):
+    assert "step-00000006.pt cannot be written: File too large" in caplog.text
+    assert load_newest(tmp_path, IDENTITY).steps_done == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+    with pytest.raises(CheckpointError, match=r"without its last checkpoint.*File too large"):
         keeper.require_last()
-    (small_disk / "other").unlink()
     keeper.save(checkpoint(8, n_weights=20_000))
     keeper.require_last()
-    assert load_newest(folder, IDENTITY).steps_done == 8
+    assert load_newest(tmp_path, IDENTITY).steps_done == 8

@@ -41,18 +41,6 @@ def test_all_methods_are_compared() -> None:
     assert "Verdict:" in output
 
 
-def test_the_verdict_names_each_number_of_gpus_and_stands_on_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "a.html"
-    slow = ("--bandwidth-gbps", "0.5", "--host-bandwidth-gbps", "0.5", "--tolerance", "0.2")
-    output = run("--distribution", "prolong", *SMALL, *slow, "--html", str(page))
-    assert "Verdict: slower than plain packing" in output
-    for words in ("On 16 GPUs: You will gain nothing", "On 32 GPUs: CAD is slower"):
-        assert words in " ".join(output.replace("│", " ").split())
-        assert words in page.read_text()
-    assert "--homes planned" in output
-    assert "--tolerance 0.1" not in output
-
-
 def test_pipelines_are_simulated() -> None:
     output = run("--distribution", "prolong", *SMALL, "--stages", "2", "--microbatches", "3")
     assert "2 stages, 3 microbatches" in output
@@ -115,14 +103,10 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--gpus", "16,x"), "gpus: 'x' is no integer"),
-        (("--gpus", "0"), "gpus is 0"),
         (("--gpus", "12"), "n_gpus 12 is not a multiple of tensor_parallel 8"),
         (("--stages", "3"), "cannot form pipelines of 3 stages"),
-        (("--stages", "0"), "n_stages is 0"),
-        (("--microbatches", "0"), "n_microbatches is 0"),
         (("--gradient-sync-ms", "-1"), "gradient_sync_seconds is -0.001"),
         (("--host-bandwidth-gbps", "0"), "host_bandwidth_bytes_per_second is 0"),
-        (("--tolerance", "-1"), "tolerance is -1"),
         (("--stages", "2", "--schedules", "gpipe"), "'gpipe' is unknown; valid are all, 1f1b"),
         (("--stages", "2", "--schedules", "no.csv"), "no.csv cannot be read"),
         (("--stages", "2", "--in-flight", "0"), "in_flight is 0"),
@@ -132,5 +116,4 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
-    small = SMALL[:-2] if arguments[0] == "--gpus" else SMALL
-    assert message in refused("--distribution", "prolong", *small, *arguments)
+    assert message in refused("--distribution", "prolong", *SMALL, *arguments)

@@ -101,16 +101,6 @@ def shown(
     return console.file.getvalue()
 
 
-def test_names_are_shown_and_not_obeyed() -> None:
-    text = shown(
-        server_view(server_id="[red]a[/red]", host="h\x1b[2J", device="H200\nH100"),
-        away="why\x1b]0;title\x07",
-    )
-    for part in ("[red]a[/red]", "h\\x1b[2J", "H200\\nH100", "why\\x1b]0;title\\x07"):
-        assert part in text
-    assert "\x1b" not in text
-
-
 def test_the_header_sums_up() -> None:
     text = shown(server_view(), server_view(server_id="node-1", busy_ratio=0.9, draining=True))
     assert "DistCA 0.1.0 at cp:7700   up 2 h   2 servers (1 draining)   0 jobs   5.00 GB/s" in text
@@ -139,12 +129,6 @@ def test_a_job_shows_progress_speed_and_balance() -> None:
     for words in ("3/4", "7 done, 9 planned", "5%", "100,000", "1.50", "forward 1.50 1.02 1.30"):
         assert words in text
     assert "backward 1.40 1.01 -" in text
-
-
-def test_names_stay_in_very_little_room() -> None:
-    lines = shown(server_view(job="train", rank=0), jobs=(JOB,), width=40).splitlines()
-    assert any(line.startswith("node-0 ") for line in lines)
-    assert any(line.startswith("train ") and "pool" in line for line in lines)
 
 
 def test_a_job_on_gpus_shows_no_waits() -> None:

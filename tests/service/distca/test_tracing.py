@@ -15,7 +15,6 @@ from distca.errors import SettingsError
 from distca.process import tracing
 from distca.v1 import membership_pb2
 from tests import ROOT
-from tests.support.collector import collecting
 from tests.support.service_harness import (
     client_of,
     job_spec,
@@ -133,16 +132,3 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=r"pip install 'distca\[otel\]'"):
         tracing.start("http://collector:4317", "trainer")
-
-
-def test_a_process_sends_its_spans_to_the_collector_and_ends() -> None:
-    with collecting() as collector:
-        code = (
-            "from distca.process import tracing\n"
-            f"tracing.start({collector.endpoint!r}, 'trainer')\n"
-            "tracing.record('distca.step', 'job', 1, began_at=0.0, ended_at=1.0)"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
-    assert [(span.service, span.name) for span in collector.spans] == [
-        ("distca-trainer", "distca.step")
-    ]
