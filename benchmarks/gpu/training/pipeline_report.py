@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.training.pipeline_forecast import idle_aware, one_f_one_b
 from benchmarks.gpu.training.pipeline_ways import Way, way_of
 
 BASELINES = ("even", "drawn")
@@ -255,3 +254,24 @@ def _by_batch(values: Iterable[float], digits: int) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f}" if len(values) else ""
+
+
+# By the formulas: p stages alike, m microbatches, transport free; l and a are seconds of one in a
+# stage of everything but core attention and of core attention. In tick k n(k) stages are active.
+
+
+def active_stages(n_stages: int, n_microbatches: int) -> list[int]:
+    """Of each tick."""
+    n_ticks = n_microbatches + n_stages - 1
+    return [min(k + 1, n_stages, n_microbatches, n_ticks - k) for k in range(n_ticks)]
+
+
+def one_f_one_b(n_stages: int, n_microbatches: int, linear: float, attention: float) -> float:
+    """1F1B whose microbatches all take equally long."""
+    return (n_microbatches + n_stages - 1) * (linear + attention)
+
+
+def idle_aware(n_stages: int, n_microbatches: int, linear: float, attention: float) -> float:
+    """Attention of a tick spread over all ranks, idle ones taking more: max(l, n (l + a) / p)."""
+    ticks = active_stages(n_stages, n_microbatches)
+    return sum(max(linear, n * (linear + attention) / n_stages) for n in ticks)

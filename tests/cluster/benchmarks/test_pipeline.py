@@ -17,7 +17,7 @@ import pytest
 from benchmarks.gpu.training import microbatches, pipeline_report
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
-from benchmarks.gpu.training.pipeline_forecast import (
+from benchmarks.gpu.training.pipeline_report import (
     active_stages,
     idle_aware,
     one_f_one_b,
