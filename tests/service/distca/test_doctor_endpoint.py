@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,11 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from distca.apps.doctor.endpoint import Speaks, try_control_plane
 from distca.apps.doctor.examination import CHECKS
 from distca.apps.doctor.finding import CheckFinding, Severity
+from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.timeouts import default_seconds
-from tests.service.distca.test_doctor import Files, around, localhost
+from tests.service.distca.test_doctor import around, localhost
+from tests.service.security.pki import Files, Pki
 from tests.support.addresses import unused_port
 from tests.support.service_harness import running
 
@@ -73,10 +74,8 @@ class Web(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def web_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
+def web_server() -> Iterator[int]:
     server = ThreadingHTTPServer((LOOPBACK, 0), Web)
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -89,63 +88,51 @@ def web_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
 # What to do about a control plane that is called in the wrong way.
 
 
-def test_a_tls_server_called_without_certificates(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    alone = replace(files.server, client_ca_file=None)
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return Pki(tmp_path / "pki")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Files:
+    """Those of an operator whose authority nobody trusts."""
+    return Pki(tmp_path / "other").issue(Role.OPERATOR)
+
+
+def test_a_tls_server_called_without_certificates(pki: Pki) -> None:
+    alone = replace(pki.issue(Role.CONTROL_PLANE).for_server(), client_ca_file=None)
     with running(tls=alone) as control_plane:
         found = control_plane_finding(localhost(control_plane.address))
     assert found.figures["endpoint"] == "grpc_tls"
     assert "--tls-ca" in found.advice
 
 
-def test_a_client_certificate_that_is_missing(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    with running(tls=files.server) as control_plane:
-        found = control_plane_finding(localhost(control_plane.address), ca_file=files.ca)
-        plaintext = control_plane_finding(localhost(control_plane.address))
-    assert found.figures["endpoint"] == "certificate_wanted"
-    assert "none is given" in found.says
-    assert "--tls-certificate" in found.advice
-    assert "--tls-ca" not in found.advice
-    assert "--tls-ca, --tls-certificate and --tls-key" in plaintext.advice
-
-
-def test_a_client_certificate_of_another_authority(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    files, other = Files(tmp_path / "one"), Files(tmp_path / "other")
-    with running(tls=files.server) as control_plane:
-        found = control_plane_finding(
-            localhost(control_plane.address),
-            ca_file=files.ca,
-            certificate_file=other.certificate,
-            key_file=other.key,
-        )
-    assert found.figures["endpoint"] == "certificate_wanted"
-    assert f"refuses the client certificate in {other.certificate}" in found.says
-
-
-@pytest.mark.parametrize("differs", ["name", "authority"])
-def test_a_certificate_that_is_refused_here(differs: str, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    names = ("elsewhere.example",) if differs == "name" else ("localhost",)
-    files, other = Files(tmp_path, server_names=names), Files(tmp_path / "other")
-    client = (files if differs == "name" else other).client()
-    with running(tls=files.server) as control_plane:
+def test_certificates_that_are_missing_or_refused_on_either_side(pki: Pki, other: Files) -> None:
+    own = pki.issue(Role.OPERATOR).for_client()
+    with running(tls=pki.issue(Role.CONTROL_PLANE).for_server()) as control_plane:
         address = localhost(control_plane.address)
-        found = control_plane_finding(address, **client)
-        if differs == "name":
-            named = around(address, **client, server_name="elsewhere.example")
-            (passes,) = CHECKS["control-plane"](named)
-            assert passes.status is Severity.PASS
-    assert found.figures["endpoint"] == "refused"
-    assert "--tls-server-name" in found.advice
+        missing = control_plane_finding(address, ca_file=pki.ca_file)
+        plaintext = control_plane_finding(address)
+        others = control_plane_finding(address, **other.for_client() | {"ca_file": pki.ca_file})
+        here = [
+            control_plane_finding(address, **own, server_name="elsewhere.example"),
+            control_plane_finding(address, **other.for_client()),
+        ]
+    assert missing.figures["endpoint"] == others.figures["endpoint"] == "certificate_wanted"
+    assert "none is given" in missing.says
+    assert "--tls-certificate" in missing.advice
+    assert "--tls-ca" not in missing.advice
+    assert "--tls-ca, --tls-certificate and --tls-key" in plaintext.advice
+    assert f"refuses the client certificate in {other.certificate_file}" in others.says
+    for refused in here:
+        assert refused.figures["endpoint"] == "refused"
+        assert "--tls-server-name" in refused.advice
 
 
-def test_a_plaintext_server_called_with_tls(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+def test_a_plaintext_server_called_with_tls(pki: Pki) -> None:
     with running() as control_plane:
-        found = control_plane_finding(localhost(control_plane.address), **files.client())
+        address = localhost(control_plane.address)
+        found = control_plane_finding(address, **pki.issue(Role.OPERATOR).for_client())
     assert found.figures["endpoint"] == "grpc"
     assert "without TLS" in found.says
 
