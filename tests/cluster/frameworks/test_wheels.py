@@ -1,27 +1,11 @@
-"""The frameworks are those of their wheels, file by file: nothing of them is edited."""
+"""The frameworks stay as they are: an integration replaces nothing of them."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import subprocess
 import sys
-from importlib.metadata import distribution
-from pathlib import Path
 
 import pytest
-
-
-@pytest.mark.parametrize("name", ["torchtitan", "megatron-core"])
-def test_files_are_the_wheels(name: str) -> None:
-    checked = 0
-    for file in distribution(name).files or ():
-        if file.hash is None:
-            continue
-        digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
-        assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value, file
-        checked += 1
-    assert checked > 100
 
 
 def test_nothing_else_imports_a_framework() -> None:

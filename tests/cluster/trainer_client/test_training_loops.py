@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
-import lightning
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DataLoader
 
 import trainer_client
 from core_attention.manifest import RankManifest
@@ -103,39 +101,6 @@ def test_accelerate(pool_of_four: Cluster, options: dict[str, Any]) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses == pytest.approx(trained(local, rows()), rel=1e-5)
-    compare_weights(model, local)
-
-
-class Language(lightning.LightningModule):  # type: ignore[misc]  # it is untyped
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def train_dataloader(self) -> Any:
-        untyped: Any = counted()
-        return DataLoader(untyped, batch_size=None)
-
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-
-def test_lightning(pool_of_four: Cluster, tmp_path: Any) -> None:
-    model, local = pair()
-    with attached(pool_of_four, model, "lightning"):
-        lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(Language(model))
-    trained(local, 2 * rows())
     compare_weights(model, local)
 
 

@@ -420,8 +420,6 @@ def test_a_model_that_cannot_be_checked_by_itself_is_refused_with_what_to_do(
     [
         (transformers.FalconConfig, "FalconForCausalLM.*attention by itself"),
         (transformers.GPTNeoConfig, "GPTNeoForCausalLM.*attention by itself"),
-        (transformers.BloomConfig, "BloomForCausalLM.*ALiBi"),
-        (transformers.MptConfig, "MptForCausalLM.*ALiBi"),
         (transformers.XGLMConfig, "XGLMForCausalLM.*attention by itself"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -275,10 +276,9 @@ def start(
     return team._threads[rank].submit(run_step, team.sessions[rank], step)
 
 
-@pytest.mark.parametrize("placement", ["pool", "in-place"])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "placement"), zip(WRONG, cycle(["pool", "in-place"])))
 def test_a_wrong_model_is_named_and_nobody_waits_for_it(
-    pool_of_four: Cluster, placement: str, wrong: str
+    pool_of_four: Cluster, wrong: str, placement: str
 ) -> None:
     """The rank at fault catches its error and does nothing more: the one beside it, which needs its
     rows, must not wait for a deadline."""

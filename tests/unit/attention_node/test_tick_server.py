@@ -32,7 +32,6 @@ from data_plane.device_memory import DriverError
 from data_plane.transport import (
     PeerClosed,
     PeerLost,
-    PeerReset,
     ProofFailed,
     Transfer,
     TransferState,
@@ -271,33 +270,6 @@ def test_a_close_notice_is_no_warning_and_a_loss_is_one(
     assert str(error) in record.message
 
 
-def test_a_rank_whose_connection_is_reset_is_lost_until_it_connects_again(harness: Harness) -> None:
-    reset = PeerReset("connection reset", transport="fake", peer="rank")
-    harness.connect(0).end(PeerLost("no sign of life", transport="fake", peer="rank"))
-    assert harness.lost == harness.server.lost_ranks == []
-    first, second = harness.connect(1), harness.connect(1)
-    first.end(reset)
-    assert harness.lost == [], "it has another connection"
-    second.end(reset)
-    assert harness.lost == harness.server.lost_ranks == [("job", 1)]
-    harness.connect(1).end(reset)
-    assert harness.lost == [("job", 1)] * 2
-    harness.connect(1)
-    assert harness.server.lost_ranks == []
-
-
-def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:
-    ranks = [harness.connect(rank) for rank in range(2)]
-    for step in (7, 8, 6):
-        harness.add(step)
-    run_step(harness, 6, *ranks)
-    eventually(lambda: len(harness.finished) == 1)
-    run_step(harness, 7, *ranks)
-    run_step(harness, 8, *ranks)
-    eventually(lambda: len(harness.finished) == 3)
-    assert [busy.step for busy in harness.finished] == [6, 7, 8]
-
-
 def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
     """Its rank needs the memory for the next one, while the tick waits for another rank."""
     first, _ = (harness.connect(rank) for rank in range(2))
@@ -322,24 +294,6 @@ def test_a_rank_that_is_owed_no_reply_may_be_a_tick_ahead(harness: Harness) -> N
     eventually(lambda: list(keys_only.offers) == tags[2:])
     assert not keys_only.puts
     assert harness.pool.stats().allocations == made
-
-
-def test_a_failed_tick_is_told_to_ranks_that_send_later() -> None:
-    harness = Harness(FailingKernel())
-    early, late = harness.connect(0), harness.connect(1)
-    harness.add(0)
-    early.arrive(ticks_of(0)[0])
-    eventually(lambda: early.closed)
-    late.arrive(ticks_of(0)[0])
-    eventually(lambda: late.closed)
-    for connection in (early, late):
-        assert "no memory for the scores" in connection.reason
-        assert "server-0" in connection.reason
-    eventually(lambda: harness.server.idle)
-    assert harness.server.open_ticks == 0
-    assert harness.finished == []
-    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
-    harness.executor.close()
 
 
 def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None:
@@ -396,21 +350,6 @@ def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> Non
     run_step(harness, 1, again, second)
     eventually(lambda: [busy.step for busy in harness.finished] == [1])
     eventually(lambda: harness.pool.stats().in_use_bytes == 0)
-
-
-def test_a_step_that_never_fits_is_refused_with_what_is_missing() -> None:
-    harness = Harness(CpuKernel(), limit_bytes=2048)
-    connection = harness.connect(0)
-    harness.add(0)
-    assert connection.closed
-    assert "the limit is 2048 bytes" in connection.reason
-    with pytest.raises(HelloRefused, match="the limit is 2048 bytes") as refused:
-        harness.connect(1)
-    assert refused.value.reason is HelloRefusal.MEMORY
-    harness.connect(1, first_step=1)
-    assert harness.pool.stats().in_use_bytes == 0
-    assert harness.server.idle
-    harness.executor.close()
 
 
 def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() -> None:

@@ -94,12 +94,6 @@ def test_a_server_lost_under_the_present_plan_is_counted_left_out_and_recovered_
     assert case.job.recovery.reasons == ["rank 1 lost server s: no reply"]
 
 
-def test_losses_shortly_after_one_another_are_one_recovery() -> None:
-    case = Case()
-    assert case.lose() == BEGINS
-    assert case.lose() == []
-
-
 def test_what_a_rank_saw_in_an_epoch_that_is_over_says_nothing() -> None:
     case = Case()
     assert case.lose(epoch=EPOCH - 1) == []
@@ -180,34 +174,6 @@ def test_a_step_that_is_given_up_is_recovered_from_if_others_run_it(
     assert due == (BEGINS if begins else [])
 
 
-@pytest.mark.parametrize(
-    ("closed", "step", "recovering", "begins"),
-    [
-        (None, 7, False, True),
-        ("", 7, False, False),
-        (None, None, False, False),
-        (None, 7, True, False),
-    ],
-)
-def test_a_rank_that_has_left_is_done_without_if_its_rows_are_still_missed(
-    closed: str | None, step: int | None, recovering: bool, begins: bool
-) -> None:
-    case = Case()
-    case.job.closed, case.job.is_recovering = closed, recovering
-    case.job.step_without.return_value = step
-    due = case.run(lambda recoveries: recoveries._go_on_without(case.job, 1))
-    assert due == (BEGINS if begins else [])
-
-
-@pytest.mark.parametrize("placement", [JobPlacement.POOL, JobPlacement.IN_PLACE])
-def test_all_who_run_plans_of_the_job_are_told_that_they_are_void(placement: JobPlacement) -> None:
-    case = Case(placement)
-    case.job.begin_recovery = case.job.recovery.begin
-    case.run(lambda recoveries: recoveries._begin(case.job))
-    assert case.streams.send_to_ranks.call_count == 1
-    assert case.streams.send_to_pool.call_count == (placement is JobPlacement.POOL)
-
-
 def test_ranks_are_told_once_what_all_have_finished() -> None:
     case = Case()
     case.run(lambda recoveries: recoveries.advance(case.job))
@@ -216,17 +182,6 @@ def test_ranks_are_told_once_what_all_have_finished() -> None:
     case.run(lambda recoveries: recoveries.advance(case.job))
     (_, event), _ = case.streams.send_to_ranks.call_args
     assert event.step_finished.step == 4
-
-
-def test_a_recovery_ends_with_the_last_answer() -> None:
-    case = Case()
-    case.job.recovery.begin(now=100.0)
-    epoch = case.job.recovery.epoch
-    case.job.end_recovery.return_value = [Mock(step=7)]
-    case.run(lambda recoveries: recoveries.answer(case.job, 0, epoch, []))
-    case.plan.assert_not_called()
-    case.run(lambda recoveries: recoveries.answer(case.job, 1, epoch, []))
-    assert case.plan.call_count == 1
 
 
 def test_a_rank_that_does_not_answer_or_come_back_closes_the_job() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import Manifest, RankManifest, Segment
@@ -258,24 +257,3 @@ def test_carried_keys_without_a_first_part_are_refused() -> None:
     second = restrict(cut, np.array([1]))
     with pytest.raises(ManifestError, match="document 3 carries 1 keys into nano-batch 1"):
         replace(second, whole=True)
-
-
-@given(st.data(), manifests())
-def test_restrict_keeps_documents_and_their_places(data: st.DataObject, whole: Manifest) -> None:
-    kept = sorted(data.draw(st.sets(st.integers(0, whole.n_documents - 1))))
-    part = restrict(whole, np.array(kept, dtype=np.int64))
-    assert part.document_id.tolist() == whole.document_id[kept].tolist()
-    homes = {
-        (int(whole.document_id[d]), int(o)): (int(r), int(row))
-        for d, o, r, row in zip(
-            whole.segment_document,
-            whole.segment_offset,
-            whole.segment_rank,
-            whole.segment_row,
-            strict=True,
-        )
-    }
-    for segment in range(part.n_segments):
-        document = int(part.document_id[part.segment_document[segment]])
-        home = homes[document, int(part.segment_offset[segment])]
-        assert home == (part.segment_rank[segment], part.segment_row[segment])

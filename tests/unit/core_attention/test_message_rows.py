@@ -8,8 +8,8 @@ import torch
 
 from core_attention.ca_task import Phase
 from core_attention.message import CHECKSUM_BYTES, MessageLayout, reply_layout, request_layout
-from core_attention.message_rows import MessageRows, message_rows, runs_triton
-from core_attention.message_views import LibraryMessageRows, message_views
+from core_attention.message_rows import MessageRows, message_rows
+from core_attention.message_views import message_views
 from core_attention.routing import PairRoute
 from core_attention.shape import AttentionShape
 
@@ -176,11 +176,3 @@ def test_rows_are_copied_between_places(device: str, dtype: torch.dtype) -> None
         want = torch.zeros_like(source.cpu())
         want[target_rows] = source.cpu()[source_rows]
         assert torch.equal(target.cpu(), want)
-
-
-def test_no_triton_on_a_cpu() -> None:
-    assert not runs_triton(torch.device("cpu"))
-    route, shape = ROUTES["one row"], SHAPES["float32"]
-    request, reply = (f(route, shape, Phase.FORWARD) for f in (request_layout, reply_layout))
-    rows = as_chosen(request, reply, route, torch.device("cpu"))
-    assert isinstance(rows, LibraryMessageRows)

@@ -95,41 +95,6 @@ def test_routes_equal_the_slow_ones(phase: Phase, plan: Plan) -> None:
             assert (route.n_q_rows, route.n_kv_rows) == (len(route.q_rows), len(route.kv_rows))
 
 
-@given(plan=plans())
-def test_every_needed_row_travels_exactly_once(plan: Plan) -> None:
-    tasks, manifest = plan.backward, plan.manifest
-    queries: list[tuple[int, int]] = []
-    keys: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for nano_batch in range(manifest.n_nano_batches):
-        for (_, server), route in derive_routes(manifest, tasks, nano_batch).items():
-            queries += [row[:2] for row in q_rows(plan, Phase.BACKWARD, route)]
-            keys[server, nano_batch] += [row[:2] for row in kv_rows(plan, route)]
-    length_of = dict(
-        zip(manifest.document_id.tolist(), manifest.document_length.tolist(), strict=True)
-    )
-    assert sorted(queries) == sorted((d, i) for d, n in length_of.items() for i in range(n))
-    for (server, nano_batch), rows in keys.items():
-        assert len(rows) == len(set(rows))
-        end: dict[int, int] = defaultdict(int)
-        for task in range(len(tasks)):
-            its = manifest.document_nano_batch[tasks.document[task]]
-            if tasks.server[task] == server and its == nano_batch:
-                document_id = int(manifest.document_id[tasks.document[task]])
-                end[document_id] = max(end[document_id], int(tasks.q_end[task]))
-        assert set(rows) == {(d, i) for d, k_end in end.items() for i in range(k_end)}
-
-
-@given(plan=plans())
-def test_positions_are_where_runs_begin_in_the_message(plan: Plan) -> None:
-    for route in derive_routes(plan.manifest, plan.forward, 0).values():
-        for position, length, rows, all_rows in (
-            (route.q_position, route.q_length, route.q_row, route.q_rows),
-            (route.kv_position, route.kv_length, route.kv_row, route.kv_rows),
-        ):
-            for at, n, row in zip(position, length, rows, strict=True):
-                assert all_rows[at : at + n].tolist() == list(range(row, row + n))
-
-
 def described(plan: Plan, phase: Phase, nano_batch: int) -> dict[tuple[int, str], object]:
     """Routes in terms that do not depend on how a plan numbers documents, tasks and servers."""
     return {

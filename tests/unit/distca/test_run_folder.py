@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from distca.apps.local.settings import LocalSettings
 from distca.errors import RunFolderError
 from distca.run_folder import RunFolder
 
@@ -55,12 +54,6 @@ def test_folder_with_something_beside_a_run_is_not_removed(tmp_path: Path) -> No
     (folder.root / "thesis.tex").unlink()
     folder.prepare(resume=False, overwrite=True)
     assert list(folder.root.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "a b"])
-def test_names_stay_in_the_folder_of_runs(name: str) -> None:
-    with pytest.raises(ValueError, match="name is"):
-        LocalSettings(name=name)
 
 
 def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:

@@ -70,22 +70,6 @@ def repeated(tree: ast.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("lease_seconds: float = 15.0", ["lease_seconds = 15"]),
-        ("_LEASE_SECONDS = 15", ["_LEASE_SECONDS = 15"]),
-        ("def wait(other_seconds: float = 2.5): ...", ["other_seconds = 2.5"]),
-        ("def wait(*, other_seconds=2.5): ...", ["other_seconds = 2.5"]),
-        ("lease_seconds = default_seconds('lease_seconds')", []),
-        ("def wait(waited_seconds: float = 0.0, other: int = 3): ...", []),
-        ("_POLL_SECONDS = 0.1", []),
-    ],
-)
-def test_a_repeated_number_is_found(source: str, found: list[str]) -> None:
-    assert repeated(ast.parse(source)) == found
-
-
 def test_no_default_of_the_table_is_typed_anywhere_else() -> None:
     assert {where: found for where, tree in sources() if (found := repeated(tree))} == {}
 

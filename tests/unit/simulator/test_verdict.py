@@ -42,54 +42,39 @@ def test_a_gain_is_told_with_the_baselines() -> None:
     assert "1.27x that of the best re-packing with context parallelism" in verdict.text
 
 
-def test_nothing_to_gain_where_no_document_outweighs_a_mean_rank() -> None:
-    verdict = judge(changed(heaviest_document_share=0.4, repacked=1.0))
-    assert verdict.kind is Worth.NOTHING_TO_GAIN
-    assert verdict.text.startswith(
-        "You will gain nothing from CAD here, because no document outweighs a mean rank"
-    )
-    assert "40% of a mean rank's attention" in verdict.text
+LIGHT = changed(
+    heaviest_document_share=0.99, plain=1.125, repacked=1.119, shared=1.04, seconds=1.019
+)
+"""Documents that cannot be arranged evenly all the same: ten on two ranks."""
+
+EVEN = changed(
+    heaviest_document_share=0.79,
+    exposed_share=0.021,
+    plain=1.007,
+    repacked=1.007,
+    shared=1.007,
+    seconds=1.024,
+)
+"""Two ranks of 4096 tokens: perfectly balanced attention would gain 0.7%."""
 
 
-def test_speeds_decide_not_the_heaviest_document() -> None:
-    """Light documents that cannot be arranged evenly: ten on two ranks."""
-    verdict = judge(
-        changed(
-            heaviest_document_share=0.99,
-            plain=1.125,
-            repacked=1.119,
-            shared=1.04,
-            seconds=1.019,
-        )
-    )
-    assert verdict.kind is Worth.GAIN
-    assert "1.10x the speed of plain packing" in verdict.text
-
-
-def test_nothing_to_gain_is_said_of_a_heavy_document_too() -> None:
-    verdict = judge(changed(repacked=1.02))
-    assert verdict.kind is Worth.NOTHING_TO_GAIN
-    assert "no document outweighs" not in verdict.text
-    assert "would run at 1.01x the speed of whole documents" in verdict.text
-
-
-def test_where_the_plans_alone_gain_nothing_a_slower_step_has_no_remedies() -> None:
-    """Two ranks of 4096 tokens: perfectly balanced attention would gain 0.7%."""
-    verdict = judge(
-        changed(
-            heaviest_document_share=0.79,
-            exposed_share=0.021,
-            plain=1.007,
-            repacked=1.007,
-            shared=1.007,
-            seconds=1.024,
-        )
-    )
-    assert verdict.kind is Worth.NOTHING_TO_GAIN
-    assert verdict.text.endswith(
-        "Plain packing does as well, without moving anything between ranks. CAD is slower: 0.98x "
-        "the speed of plain packing."
-    )
+@pytest.mark.parametrize(
+    ("comparison", "kind"),
+    [
+        (LIGHT, Worth.GAIN),
+        (changed(heaviest_document_share=0.4, repacked=1.0), Worth.NOTHING_TO_GAIN),
+        (changed(repacked=1.02), Worth.NOTHING_TO_GAIN),
+        (EVEN, Worth.NOTHING_TO_GAIN),
+        (changed(n_servers=1), Worth.ONE_SERVER),
+        (
+            changed(plain=1.03, repacked=1.025, exposed_share=0.02, attention_share=0.02),
+            Worth.LITTLE_TO_GAIN,
+        ),
+        (changed(exposed_share=0.4, seconds=1.9), Worth.LINKS_TOO_SLOW),
+    ],
+)
+def test_speeds_decide_what_it_is_worth(comparison: Comparison, kind: Worth) -> None:
+    assert judge(comparison).kind is kind
 
 
 @pytest.mark.parametrize("seconds", [2.45, 5.0])
@@ -100,25 +85,6 @@ def test_faster_links_are_not_advised_where_no_network_pays(seconds: float) -> N
     assert "--homes planned" in text
     alone = judge(never, (Remedy.FASTER_LINKS,), network)
     assert "What shortens the wait" not in alone.text
-
-
-def test_one_server_has_nothing_to_balance() -> None:
-    verdict = judge(changed(n_servers=1))
-    assert verdict.kind is Worth.ONE_SERVER
-    assert "only one attention server" in verdict.text
-
-
-def test_little_to_gain_where_attention_hardly_counts() -> None:
-    verdict = judge(
-        changed(
-            plain=1.03,
-            repacked=1.025,
-            exposed_share=0.02,
-            attention_share=0.02,
-        )
-    )
-    assert verdict.kind is Worth.LITTLE_TO_GAIN
-    assert "Attention is 2% of a balanced step" in verdict.text
 
 
 def test_slower_than_plain_packing_is_a_verdict_of_its_own() -> None:
@@ -137,13 +103,6 @@ def test_the_most_useful_remedy_comes_first_and_none_that_is_in_use() -> None:
     left = judge(slow, (Remedy.TOLERANCE, Remedy.FASTER_LINKS)).text
     assert "--homes planned" not in left
     assert left.endswith("first: a larger tolerance (--tolerance 0.1), faster links.")
-
-
-def test_slow_links_are_named_with_what_helps() -> None:
-    verdict = judge(changed(exposed_share=0.4, seconds=1.9))
-    assert verdict.kind is Worth.LINKS_TOO_SLOW
-    assert "40% of the step is spent waiting" in verdict.text
-    assert "--homes planned" in verdict.text
 
 
 def test_the_network_from_which_it_pays_is_told() -> None:
