@@ -1,4 +1,5 @@
-"""Trainers of TRL that pad their batches train with DistCA as with local attention."""
+"""Trainers of TRL that pad their batches, with a reference model or without, and those that make
+batches of their own, train with DistCA as with local attention."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ import torch
 import transformers
 from datasets import Dataset
 from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     RewardConfig,
     RewardTrainer,
 )
@@ -58,7 +63,7 @@ def spaced() -> Any:
 
 
 def loaded(auto: Any, implementation: str, folder: Path, **fields: Any) -> Any:
-    """A model as people have it: from a folder."""
+    """A model as people have it: from a folder, which DPO loads its reference from as well."""
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
@@ -66,6 +71,14 @@ def loaded(auto: Any, implementation: str, folder: Path, **fields: Any) -> Any:
         )
         auto.from_config(config).save_pretrained(folder)
     return auto.from_pretrained(folder, attn_implementation=implementation)
+
+
+def dpo(implementation: str, folder: Path, **given: Any) -> Any:
+    model = loaded(transformers.AutoModelForCausalLM, implementation, folder)
+    return DPOTrainer(
+        model, args=DPOConfig(**given), train_dataset=Dataset.from_list(pairs()),
+        processing_class=spaced(),
+    )  # fmt: skip
 
 
 def reward(implementation: str, folder: Path, **given: Any) -> Any:
@@ -76,6 +89,17 @@ def reward(implementation: str, folder: Path, **given: Any) -> Any:
         model, args=RewardConfig(**given), train_dataset=Dataset.from_list(pairs()),
         processing_class=spaced(),
     )  # fmt: skip
+
+
+def grpo(implementation: str, folder: Path, **given: Any) -> Any:
+    model = loaded(transformers.AutoModelForCausalLM, implementation, folder)
+    return GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        args=GRPOConfig(num_generations=2, max_completion_length=6, **given),
+        train_dataset=Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs()]),
+        processing_class=spaced(),
+    )
 
 
 def orpo(implementation: str, folder: Path, **given: Any) -> Any:
@@ -111,7 +135,7 @@ def compare(served: Any, local: Any) -> None:
         assert mine == pytest.approx(theirs, rel=LOG)
 
 
-@pytest.mark.parametrize("make", [reward, orpo])
+@pytest.mark.parametrize("make", [dpo, reward, grpo, orpo])
 def test_trains_as_with_local_attention(make: Any, tmp_path: Path, pool_of_four: Cluster) -> None:
     local = trained(make("sdpa", tmp_path, **settings(tmp_path)))
     trainer = make("distca", tmp_path, **settings(tmp_path))

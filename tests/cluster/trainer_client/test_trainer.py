@@ -64,7 +64,9 @@ def runs(pool_of_four: Cluster, tmp_path_factory: pytest.TempPathFactory) -> lis
         # With accumulation of 2, three steps of the optimiser are six of the session.
         ("plain", "in-place", 6),
         ("plain", "pool", 6),
+        ("packing", "pool", 3),
         ("padding-free", "in-place", 3),
+        ("lora", "pool", 3),
         ("bfloat16", "in-place", 3),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
@@ -111,6 +112,7 @@ def plain(implementation: str, folder: str, callback: TrainerCallback) -> Traine
 
 def sft(implementation: str, folder: str, callback: TrainerCallback, **settings: Any) -> Trainer:
     """TRL as it is set by default: activation checkpoints, its own head and loss."""
+    peft_config = settings.pop("peft_config", None)
     args = SFTConfig(output_dir=folder, **{**SETTINGS, "max_length": 128, **settings})
     trainer: Trainer = SFTTrainer(
         model(implementation),
@@ -118,13 +120,17 @@ def sft(implementation: str, folder: str, callback: TrainerCallback, **settings:
         train_dataset=Dataset.from_list(documents(60, 60)),
         processing_class=tokenizer(),
         callbacks=[callback],
+        peft_config=peft_config,
     )
     return trainer
 
 
+LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 RUNS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "plain": (plain, {}, ("in-place", "pool")),
+    "packing": (sft, {"packing": True}, ("pool",)),
     "padding-free": (sft, {"padding_free": True, "max_length": None}, ("in-place",)),
+    "lora": (sft, {"packing": True, "peft_config": LORA}, ("pool",)),
     "bfloat16": (sft, {"packing": True, "bf16": True}, ("in-place",)),
 }
 """By name: how the trainer is made, with which settings, and where core attention is served."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,3 +29,26 @@ def test_agrees_with_pytorch_document_by_document() -> None:
         begin += length
     first = 0.3 * (q[0].view(2, 2, 8) * k[0][:, None]).sum(-1).flatten()
     torch.testing.assert_close(result.lse[0], first)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    q, k, v, do = normal(5, 2, 3), normal(5, 1, 3), normal(5, 1, 4), normal(5, 2, 4)
+    result = reference_attention(q, k, v, [2, 3], 0.7, do)
+    step = 1e-6
+    for tensor, gradient in ((q, result.dq), (k, result.dk), (v, result.dv)):
+        assert gradient is not None
+        flat = tensor.view(-1)
+        for i in range(flat.numel()):
+            losses = []
+            for sign in (1, -1):
+                flat[i] += sign * step
+                losses.append((reference_attention(q, k, v, [2, 3], 0.7).o * do).sum())
+                flat[i] -= sign * step
+            # Central differences: an error of step^2, and 1e-16 / step of rounding.
+            difference = (losses[0] - losses[1]) / (2 * step)
+            assert float(difference) == pytest.approx(float(gradient.view(-1)[i]), abs=1e-8)
+
+
+def test_lengths_must_sum_to_the_rows() -> None:
+    with pytest.raises(ValueError, match="lengths sum to 4; q has 5 rows"):
+        reference_attention(normal(5, 1, 2), normal(5, 1, 2), normal(5, 1, 2), [1, 3], 1.0)
