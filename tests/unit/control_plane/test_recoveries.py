@@ -14,6 +14,7 @@ from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.recovery import JobRecovery
 from control_plane.settings import CoordinatorSettings
 from distca.contract.server_loss import LossCause, ServerLoss
+from distca.v1 import jobs_pb2
 
 SETTINGS = CoordinatorSettings()
 EPOCH = 5
@@ -181,7 +182,7 @@ def test_ranks_are_told_once_what_all_have_finished() -> None:
     case.job.take_finished.return_value = 4
     case.run(lambda recoveries: recoveries.advance(case.job))
     (_, event), _ = case.streams.send_to_ranks.call_args
-    assert event.step_finished.step == 4
+    assert jobs_pb2.PlanEvent.FromString(event).step_finished.step == 4
 
 
 def test_a_rank_that_does_not_answer_or_come_back_closes_the_job() -> None:
