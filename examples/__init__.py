@@ -1,1 +1,1 @@
-"""Configurations and training loops that run, one folder a framework."""
+"""Training loops that run, one folder a framework, and the method itself, small: `nano_distca`."""
