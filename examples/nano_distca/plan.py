@@ -4,7 +4,7 @@
 
 Every task begins on its home. While a server is above the cap, the busiest gives the idlest one a
 part of a document: as much as the one has too much or the other has room for, and of all such parts
-the one that moves most seconds for a byte. Down to the cap, not to the mean: a looser tolerance
+the one that moves most seconds for a byte. Down to the cap, not to the mean, which
 moves fewer bytes. A pure function of its arguments, so every process makes the same plan by itself.
 """
 
