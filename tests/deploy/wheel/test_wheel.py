@@ -23,20 +23,21 @@ from tests.cluster.end_to_end.test_readme import example
 from tests.support.cluster import keep_profile
 from tests.support.programs import ran
 from tests.support.waiting import eventually
+from tests.unit.distca.source_tree import PACKAGES
 
 pytestmark = pytest.mark.timeout(300)
 
-PACKAGES = {
-    "attention_node",
-    "control_plane",
-    "core_attention",
-    "data_plane",
-    "distca",
-    "trainer_client",
-}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
 START_SECONDS = 100.0
 """A control plane serves before its planner is compiled; importing takes long on busy cores."""
+USER_CODE = """
+from trainer_client import Session, SessionOptions
+
+def fits(session: Session) -> str:
+    return session.options_of_nobody
+
+options: int = SessionOptions
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,22 @@ def test_it_holds_each_package_with_its_types_and_data_and_nothing_else(wheel: P
     listed = ran("git", "ls-files", "--", *sorted(PACKAGES), check=True).stdout.split()
     assert held == {name for name in listed if not name.endswith(".md")}
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
+
+
+def test_a_users_mypy_sees_the_types(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site_packages)
+    (tmp_path / "user.py").write_text(USER_CODE)
+    checked = ran(
+        *(sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")),
+        *("--python-executable", str(tmp_path / "venv/bin/python"), "user.py"),
+        cwd=tmp_path,
+    )
+    assert '"Session" has no attribute "options_of_nobody"' in checked.stdout
+    assert 'expression has type "type[SessionOptions]"' in checked.stdout
+    assert "Found 2 errors" in checked.stdout, checked.stdout
 
 
 def test_its_metadata_are_those_of_the_project(wheel: Path) -> None:

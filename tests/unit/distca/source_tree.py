@@ -1,12 +1,10 @@
-"""What the wheel is built from: parsed, or a copy to be changed or built."""
+"""The packages of the wheel, and their parsed sources."""
 
 from __future__ import annotations
 
 import ast
 import gc
-import shutil
 from functools import cache
-from pathlib import Path
 
 from tests import ROOT
 
@@ -34,13 +32,3 @@ def parsed_sources() -> tuple[tuple[str, ast.Module], ...]:
         )
     finally:
         gc.enable()
-
-
-def copy_sources(folder: Path) -> None:
-    """Copies the packages and the files that building them reads into ``folder``."""
-    for package in PACKAGES:
-        shutil.copytree(
-            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, folder / file)
