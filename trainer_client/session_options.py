@@ -34,9 +34,21 @@ class SessionOptions(RankOptions):
     """Options with which a rank joins a job: those of :class:`RankOptions`."""
 
     @classmethod
-    def in_environment(cls, **options: Any) -> SessionOptions:
-        """``options``, and those that :func:`options_of_environment` finds beside them."""
-        return cls(**{**options_of_environment(), **options})
+    def in_environment(cls, control_plane: str | None = None, **options: Any) -> SessionOptions:
+        """The options that are given, and those that :func:`options_of_environment` finds beside
+        them.
+
+        Raises:
+            ValueError: no control plane is named, or an option is invalid.
+        """
+        found = {**options_of_environment(), **options}
+        if control_plane is not None:
+            found["control_plane"] = control_plane
+        if "control_plane" not in found:
+            raise ValueError(
+                "control_plane is not given; pass its host:port, or set DISTCA_CONTROL_PLANE"
+            )
+        return cls(**found)
 
     @classmethod
     def for_model(cls, model: nn.Module, **options: Any) -> SessionOptions:

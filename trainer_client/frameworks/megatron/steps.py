@@ -146,6 +146,7 @@ class ServedSteps:
             _check_equal(counts)
         session = Session.open(
             SessionOptions.in_environment(
+                control_plane=control_plane,
                 job=job,
                 n_layers=pipelining.max_layers if pipelining else len(layers),
                 pipelining=pipelining,
@@ -154,7 +155,6 @@ class ServedSteps:
                 softmax_scale=layers[0].softmax_scale,
                 device=str(device),
                 **_rank_options(),
-                **({"control_plane": control_plane} if control_plane else {}),
                 **options,
             )
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 @dataclass(kw_only=True, slots=True)
 class DistcaSettings:
-    control_plane: str = os.environ.get("DISTCA_CONTROL_PLANE") or "localhost:7700"
+    control_plane: str = field(
+        default_factory=lambda: os.environ.get("DISTCA_CONTROL_PLANE") or "localhost:7700"
+    )
     """host:port of the control plane; with standbys, all addresses with commas between."""
 
     job: str = "torchtitan"
