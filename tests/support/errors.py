@@ -10,8 +10,9 @@ from distca.contract.rpc_errors import Reason, RpcError
 
 def fails(*reasons: Reason, match: str | None = None) -> pytest.RaisesExc[RefusedError | RpcError]:
     """``pytest.raises`` of a call for one of ``reasons``."""
-    return pytest.RaisesExc(
-        (RefusedError, RpcError),
-        match=match,
-        check=lambda error: error.reason in reasons,
-    )
+
+    def has_one(error: RefusedError | RpcError) -> bool:
+        assert error.reason in reasons, f"{error.reason.kind}: {error}"
+        return True
+
+    return pytest.RaisesExc((RefusedError, RpcError), match=match, check=has_one)

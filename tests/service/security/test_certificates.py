@@ -70,7 +70,7 @@ def test_a_connection_without_a_good_certificate_is_refused_and_counted(
     }
     before = int(handshakes_refused(control_plane))
     with (
-        client_of(control_plane.address, call_seconds=5.0, **settings[kind]) as client,
+        client_of(control_plane.address, call_seconds=60.0, **settings[kind]) as client,
         fails(rpc.Reason.UNAVAILABLE),
     ):
         list_servers(client)
