@@ -20,6 +20,7 @@ _MODULES = {
     "flash_attn_func": "trainer_client.attach.own_forwards",
     "flash_attn_varlen_func": "trainer_client.attach.own_forwards",
     "labels_per_rank": "trainer_client.loops.loss_weight",
+    "log_scalars": "trainer_client.attach",
     "served_forward": "trainer_client.local_attention.at_home",
 }
 
@@ -32,6 +33,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "labels_per_rank",
+    "log_scalars",
     "served_forward",
 ]
 

@@ -1,5 +1,6 @@
 from trainer_client.attach import Attached as Attached
 from trainer_client.attach import attach as attach
+from trainer_client.attach import log_scalars as log_scalars
 from trainer_client.attach.ahead import ahead as ahead
 from trainer_client.attach.own_forwards import core_attention as core_attention
 from trainer_client.attach.own_forwards import flash_attn_func as flash_attn_func

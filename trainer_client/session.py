@@ -445,6 +445,15 @@ class Session:
         """
         return self._link.fetch_step(step)
 
+    def last_step(self) -> jobs_pb2.StepStatus | None:
+        """The latest step that every rank has reported; None before the first, and while no
+        control plane answers."""
+        try:
+            job = self._link.describe_job()
+        except rpc.RpcError:
+            return None
+        return job.last_step if job.HasField("last_step") else None
+
     def close(self, error: str = "") -> None:
         """Leaves the job and ends the session's threads. Idempotent; does nothing in a fork of the
         process that opened it, whose session goes on.

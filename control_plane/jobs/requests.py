@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from google.protobuf.message import Message
 
-from control_plane.errors import InvalidRequestError
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
@@ -16,6 +16,7 @@ from control_plane.jobs.profiles import nominal_profile
 from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.step import RankMeasurement, ServerMeasurement, StepRecord
 from control_plane.jobs.waits import Wait
+from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
 from distca.contract.codec import (
@@ -356,6 +357,38 @@ def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
         ],
         planned_step=-1 if job.planned_step is None else job.planned_step,
         away_ranks=job.leases.away,
+        last_step=last_step_to_proto(job),
+    )
+
+
+def last_step_to_proto(job: Job) -> jobs_pb2.StepStatus | None:
+    """The last step that every rank has finished, if it is still known and was measured."""
+    try:
+        record = job.step(job.finished_step)
+    except RefusedError:
+        return None
+    if not (ranks := record.ranks.values()):
+        return None
+    phases = [(phase, record.plan.forecast(phase)) for phase in record.phases]
+    moved = [int(each.bytes_in.sum() + each.bytes_out.sum()) for _, each in phases if each]
+    return jobs_pb2.StepStatus(
+        step=record.step,
+        step_seconds=max(rank.step_seconds for rank in ranks),
+        wait_seconds=record.longest_wait_seconds,
+        tokens=job.tokens_of(record),
+        moved_bytes=sum(moved) * job.spec.n_layers,
+        phases=[_phase_to_proto(record, phase) for phase in record.phases],
+    )
+
+
+def _phase_to_proto(record: StepRecord, phase: Phase) -> jobs_pb2.PhaseStatus:
+    busy = sum(sum(measured.busy_seconds(phase)) for measured in record.servers.values())
+    return jobs_pb2.PhaseStatus(
+        phase=phase.value,
+        home_imbalance=record.plan.home_imbalance(phase) or 0.0,
+        predicted_imbalance=record.plan.predicted_imbalance(phase) or 0.0,
+        measured_imbalance=record.measured_imbalance(phase) or 0.0,
+        busy_seconds=busy / len(record.plan.servers),
     )
 
 

@@ -9,12 +9,9 @@ from functools import partial
 import grpc
 
 from control_plane.access.caller import caller_of
-from control_plane.errors import RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.job import Job
-from control_plane.jobs.requests import spec_to_proto, status_to_proto
-from control_plane.jobs.step import StepRecord
-from core_attention.ca_task import Phase
+from control_plane.jobs.requests import last_step_to_proto, spec_to_proto, status_to_proto
 from distca import __version__
 from distca.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -62,7 +59,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 def job_status(job: Job) -> cluster_pb2.JobStatus:
     """A job as it stands."""
     spec = spec_to_proto(job.spec)
-    status = cluster_pb2.JobStatus(
+    return cluster_pb2.JobStatus(
         job_id=job.job_id,
         name=spec.name,
         placement=spec.placement,
@@ -73,43 +70,5 @@ def job_status(job: Job) -> cluster_pb2.JobStatus:
         finished_step=job.finished_step,
         epoch=job.epoch,
         recovering=job.is_recovering,
-    )
-    last = _last_step(job)
-    if last is not None:
-        status.last_step.CopyFrom(_step_status(last, spec.n_layers, job.tokens_of(last)))
-    return status
-
-
-def _last_step(job: Job) -> StepRecord | None:
-    """The last step that every rank has finished, if it is still known and was measured."""
-    try:
-        record = job.step(job.finished_step)
-    except RefusedError:
-        return None
-    return record if record.ranks else None
-
-
-def _step_status(record: StepRecord, n_layers: int, tokens: int) -> cluster_pb2.StepStatus:
-    ranks = record.ranks.values()
-    status = cluster_pb2.StepStatus(
-        step=record.step,
-        step_seconds=max(rank.step_seconds for rank in ranks),
-        wait_seconds=record.longest_wait_seconds,
-        tokens=tokens,
-    )
-    for phase in record.phases:
-        status.phases.append(_phase_status(record, phase))
-        forecast = record.plan.forecast(phase)
-        if forecast is not None:
-            moved = int(forecast.bytes_in.sum() + forecast.bytes_out.sum())
-            status.moved_bytes += moved * n_layers
-    return status
-
-
-def _phase_status(record: StepRecord, phase: Phase) -> cluster_pb2.PhaseStatus:
-    return cluster_pb2.PhaseStatus(
-        phase=phase.value,
-        home_imbalance=record.plan.home_imbalance(phase) or 0.0,
-        predicted_imbalance=record.plan.predicted_imbalance(phase) or 0.0,
-        measured_imbalance=record.measured_imbalance(phase) or 0.0,
+        last_step=last_step_to_proto(job),
     )

@@ -26,7 +26,7 @@ from distca.v1 import jobs_pb2 as distca_dot_v1_dot_jobs__pb2
 from distca.v1 import membership_pb2 as distca_dot_v1_dot_membership__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64istca/v1/cluster.proto\x12\tdistca.v1\x1a\x14\x64istca/v1/jobs.proto\x1a\x1a\x64istca/v1/membership.proto\"\x18\n\x16\x44\x65scribeClusterRequest\"\xbd\x01\n\x17\x44\x65scribeClusterResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cunix_seconds\x18\x02 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12(\n\x07servers\x18\x04 \x03(\x0b\x32\x17.distca.v1.ServerStatus\x12\"\n\x04jobs\x18\x05 \x03(\x0b\x32\x14.distca.v1.JobStatus\x12\x15\n\rplanner_state\x18\x06 \x01(\t\"\x88\x02\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\tplacement\x18\x03 \x01(\x0e\x32\x14.distca.v1.Placement\x12\x11\n\ttolerance\x18\x04 \x01(\x01\x12\x0f\n\x07n_ranks\x18\x05 \x01(\r\x12\x16\n\x0en_joined_ranks\x18\x06 \x01(\r\x12\x14\n\x0cplanned_step\x18\x07 \x01(\x03\x12\x15\n\rfinished_step\x18\x08 \x01(\x03\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x12\n\nrecovering\x18\n \x01(\x08\x12(\n\tlast_step\x18\x0b \x01(\x0b\x32\x15.distca.v1.StepStatus\"\xa9\x01\n\nStepStatus\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x02 \x01(\x01\x12\x19\n\x0cwait_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x05 \x01(\x04\x12&\n\x06phases\x18\x06 \x03(\x0b\x32\x16.distca.v1.PhaseStatusB\x0f\n\r_wait_seconds\"m\n\x0bPhaseStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x16\n\x0ehome_imbalance\x18\x02 \x01(\x01\x12\x1b\n\x13predicted_imbalance\x18\x03 \x01(\x01\x12\x1a\n\x12measured_imbalance\x18\x04 \x01(\x01\x32\x63\n\x07\x43luster\x12X\n\x0f\x44\x65scribeCluster\x12!.distca.v1.DescribeClusterRequest\x1a\".distca.v1.DescribeClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64istca/v1/cluster.proto\x12\tdistca.v1\x1a\x14\x64istca/v1/jobs.proto\x1a\x1a\x64istca/v1/membership.proto\"\x18\n\x16\x44\x65scribeClusterRequest\"\xbd\x01\n\x17\x44\x65scribeClusterResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cunix_seconds\x18\x02 \x01(\x01\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12(\n\x07servers\x18\x04 \x03(\x0b\x32\x17.distca.v1.ServerStatus\x12\"\n\x04jobs\x18\x05 \x03(\x0b\x32\x14.distca.v1.JobStatus\x12\x15\n\rplanner_state\x18\x06 \x01(\t\"\x88\x02\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\tplacement\x18\x03 \x01(\x0e\x32\x14.distca.v1.Placement\x12\x11\n\ttolerance\x18\x04 \x01(\x01\x12\x0f\n\x07n_ranks\x18\x05 \x01(\r\x12\x16\n\x0en_joined_ranks\x18\x06 \x01(\r\x12\x14\n\x0cplanned_step\x18\x07 \x01(\x03\x12\x15\n\rfinished_step\x18\x08 \x01(\x03\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x12\n\nrecovering\x18\n \x01(\x08\x12(\n\tlast_step\x18\x0b \x01(\x0b\x32\x15.distca.v1.StepStatus2c\n\x07\x43luster\x12X\n\x0f\x44\x65scribeCluster\x12!.distca.v1.DescribeClusterRequest\x1a\".distca.v1.DescribeClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBECLUSTERRESPONSE']._serialized_end=304
   _globals['_JOBSTATUS']._serialized_start=307
   _globals['_JOBSTATUS']._serialized_end=571
-  _globals['_STEPSTATUS']._serialized_start=574
-  _globals['_STEPSTATUS']._serialized_end=743
-  _globals['_PHASESTATUS']._serialized_start=745
-  _globals['_PHASESTATUS']._serialized_end=854
-  _globals['_CLUSTER']._serialized_start=856
-  _globals['_CLUSTER']._serialized_end=955
+  _globals['_CLUSTER']._serialized_start=573
+  _globals['_CLUSTER']._serialized_end=672
 # @@protoc_insertion_point(module_scope)

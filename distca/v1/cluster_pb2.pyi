@@ -51,33 +51,5 @@ class JobStatus(_message.Message):
     finished_step: int
     epoch: int
     recovering: bool
-    last_step: StepStatus
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., placement: _Optional[_Union[_jobs_pb2.Placement, str]] = ..., tolerance: _Optional[float] = ..., n_ranks: _Optional[int] = ..., n_joined_ranks: _Optional[int] = ..., planned_step: _Optional[int] = ..., finished_step: _Optional[int] = ..., epoch: _Optional[int] = ..., recovering: bool = ..., last_step: _Optional[_Union[StepStatus, _Mapping]] = ...) -> None: ...
-
-class StepStatus(_message.Message):
-    __slots__ = ("step", "step_seconds", "wait_seconds", "tokens", "moved_bytes", "phases")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PHASES_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    step_seconds: float
-    wait_seconds: float
-    tokens: int
-    moved_bytes: int
-    phases: _containers.RepeatedCompositeFieldContainer[PhaseStatus]
-    def __init__(self, step: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStatus, _Mapping]]] = ...) -> None: ...
-
-class PhaseStatus(_message.Message):
-    __slots__ = ("phase", "home_imbalance", "predicted_imbalance", "measured_imbalance")
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    HOME_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
-    phase: str
-    home_imbalance: float
-    predicted_imbalance: float
-    measured_imbalance: float
-    def __init__(self, phase: _Optional[str] = ..., home_imbalance: _Optional[float] = ..., predicted_imbalance: _Optional[float] = ..., measured_imbalance: _Optional[float] = ...) -> None: ...
+    last_step: _jobs_pb2.StepStatus
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., placement: _Optional[_Union[_jobs_pb2.Placement, str]] = ..., tolerance: _Optional[float] = ..., n_ranks: _Optional[int] = ..., n_joined_ranks: _Optional[int] = ..., planned_step: _Optional[int] = ..., finished_step: _Optional[int] = ..., epoch: _Optional[int] = ..., recovering: bool = ..., last_step: _Optional[_Union[_jobs_pb2.StepStatus, _Mapping]] = ...) -> None: ...

@@ -379,18 +379,50 @@ class DescribeJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class DescribeJobResponse(_message.Message):
-    __slots__ = ("spec", "joined_ranks", "pending_steps", "planned_step", "away_ranks")
+    __slots__ = ("spec", "joined_ranks", "pending_steps", "planned_step", "away_ranks", "last_step")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     JOINED_RANKS_FIELD_NUMBER: _ClassVar[int]
     PENDING_STEPS_FIELD_NUMBER: _ClassVar[int]
     PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
     AWAY_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     joined_ranks: _containers.RepeatedScalarFieldContainer[int]
     pending_steps: _containers.RepeatedCompositeFieldContainer[PendingStep]
     planned_step: int
     away_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., joined_ranks: _Optional[_Iterable[int]] = ..., pending_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., planned_step: _Optional[int] = ..., away_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    last_step: StepStatus
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., joined_ranks: _Optional[_Iterable[int]] = ..., pending_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., planned_step: _Optional[int] = ..., away_ranks: _Optional[_Iterable[int]] = ..., last_step: _Optional[_Union[StepStatus, _Mapping]] = ...) -> None: ...
+
+class StepStatus(_message.Message):
+    __slots__ = ("step", "step_seconds", "wait_seconds", "tokens", "moved_bytes", "phases")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    step_seconds: float
+    wait_seconds: float
+    tokens: int
+    moved_bytes: int
+    phases: _containers.RepeatedCompositeFieldContainer[PhaseStatus]
+    def __init__(self, step: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStatus, _Mapping]]] = ...) -> None: ...
+
+class PhaseStatus(_message.Message):
+    __slots__ = ("phase", "home_imbalance", "predicted_imbalance", "measured_imbalance", "busy_seconds")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    HOME_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    home_imbalance: float
+    predicted_imbalance: float
+    measured_imbalance: float
+    busy_seconds: float
+    def __init__(self, phase: _Optional[str] = ..., home_imbalance: _Optional[float] = ..., predicted_imbalance: _Optional[float] = ..., measured_imbalance: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class PendingStep(_message.Message):
     __slots__ = ("step", "missing_ranks")

@@ -21,6 +21,7 @@ from torch import nn
 from distca.contract.checks import check_range
 from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.attach.own_forwards import OwnForwards
+from trainer_client.attach.scalars import balance_of
 from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
 from trainer_client.errors import SessionError
 from trainer_client.models.entrance import open_door
@@ -136,6 +137,29 @@ class Attached:
         """The next forward with gradients joins the job again, on all ranks alike."""
         self._asleep = False
 
+    def scalars(
+        self, *, flops_per_token: float | None = None, peak_flops: float | None = None
+    ) -> dict[str, float]:
+        """Figures for a logger: ``wandb.log(attached.scalars())``. Empty without a session.
+
+        ``distca/tokens_per_second`` and ``distca/mfu`` are of this rank since the last call; the
+        others of the latest step that all ranks have reported: ``step_seconds``; ``wait_seconds``,
+        in which core attention held up a rank; ``imbalance``, max over mean busy seconds of the
+        servers, and ``home_imbalance`` if nothing had moved; ``saved_seconds``, by which the
+        busiest would have been busier.
+
+        Args:
+            flops_per_token: FLOPs of the model for a token in a step without attention, 6 for each
+                parameter that it uses; attention is counted from the documents.
+            peak_flops: FLOP/s of a device, by its data sheet; with the above, MFU is known.
+        """
+        if self._steps is None:
+            return {}
+        session = self._steps.session
+        rates = self._steps.throughput.take(session.options, flops_per_token, peak_flops)
+        step = session.last_step()
+        return rates if step is None else {**rates, **balance_of(step)}
+
     def __enter__(self) -> Attached:
         return self
 
@@ -190,6 +214,29 @@ def _reason(error: object) -> str:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"
+
+
+def log_scalars(
+    trainer: Any, *, flops_per_token: float | None = None, peak_flops: float | None = None
+) -> None:
+    """Adds the scalars of the attached model to each training log of a ``Trainer`` of
+    transformers, before its loggers, its printed lines and its history get it.
+
+    Args:
+        trainer: whose ``log`` is replaced on the object.
+        flops_per_token, peak_flops: see :meth:`Attached.scalars`.
+    """
+    own = trainer.log
+
+    @functools.wraps(own)
+    def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        opened = [each for each in Attached._all if each.session is not None]
+        if opened and "loss" in logs and trainer.is_world_process_zero():
+            figures = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
+            logs = {**logs, **opened[0].scalars(**figures)}
+        own(logs, *args, **kwargs)
+
+    trainer.log = log
 
 
 class _Exit:

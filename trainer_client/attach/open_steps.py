@@ -18,6 +18,7 @@ import torch
 from core_attention.step_lane import place_of
 from distca.v1 import jobs_pb2
 from trainer_client.attach.ahead import fetched
+from trainer_client.attach.scalars import Throughput
 from trainer_client.session import Session
 from trainer_client.step.lane import Lane
 from trainer_client.step.running_step import RunningStep
@@ -74,10 +75,14 @@ class OpenSteps:
     Args:
         session: of a job whose ranks hold whole documents.
         turns: nano-batches of each step.
+
+    Attributes:
+        throughput: of forwards with gradients.
     """
 
     def __init__(self, session: Session, turns: int) -> None:
         self.session = session
+        self.throughput = Throughput()
         self._turns = turns
         self._n_places = session.options.n_nano_batches // turns
         self._steps: dict[int, _OpenStep] = {}
@@ -107,6 +112,7 @@ class OpenSteps:
         with_gradients = torch.is_grad_enabled()
         if with_gradients:
             self._follows_loader = fetched.take(wanted)
+            self.throughput.count(wanted)
         early, self._early = self._early, None
         if early is not None and early[1] == wanted and with_gradients:
             sequence = early[0]

@@ -125,7 +125,9 @@ class RankContact(Contact):
     def describe_job(self) -> jobs_pb2.DescribeJobResponse:
         """The job's state."""
         request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)
-        response: jobs_pb2.DescribeJobResponse = self.call(self._jobs.DescribeJob, request)
+        response: jobs_pb2.DescribeJobResponse = self.call(
+            self._jobs.DescribeJob, request, timeout_seconds=FETCH_SECONDS
+        )
         return response
 
     def _own(self, request: Any) -> Any:

@@ -240,6 +240,14 @@ class ControlLink:
         """The whole plan of a recent step and what all members measured in it so far."""
         return self._lifeline.present().fetch_step(step)
 
+    def describe_job(self) -> jobs_pb2.DescribeJobResponse:
+        """The job's state.
+
+        Raises:
+            distca.contract.rpc.RpcError: the control plane is away, or fails.
+        """
+        return self._lifeline.present().describe_job()
+
     def locate(self, rank: int) -> tuple[str, Address] | None:
         """The in-place server of another rank of the job, and where it listens; None while the rank
         has not joined, or is away.
@@ -256,7 +264,7 @@ class ControlLink:
     def who_is_late(self, step: int | None) -> str:
         """The reason why a step has no plan yet, in words; None: the one that is open."""
         try:
-            job = self._lifeline.present().describe_job()
+            job = self.describe_job()
         except rpc.RpcError as error:
             return f"and the control plane does not answer: {error}"
         joined = set(job.joined_ranks)
@@ -286,7 +294,7 @@ class ControlLink:
             self.check()
             if not is_gone:
                 try:
-                    job = self._lifeline.present().describe_job()
+                    job = self.describe_job()
                 except rpc.RpcError:
                     return
                 is_gone = any(away != rank for away in job.away_ranks)

@@ -181,7 +181,7 @@ def _job(status: cluster_pb2.JobStatus) -> JobView:
     )
 
 
-def _step(status: cluster_pb2.StepStatus) -> StepView:
+def _step(status: jobs_pb2.StepStatus) -> StepView:
     return StepView(
         step=status.step,
         step_seconds=status.step_seconds,

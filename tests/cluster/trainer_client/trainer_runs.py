@@ -149,6 +149,9 @@ def run(
     trainer = make(implementation, folder, gradients, **settings)
     steps = 0
     if implementation == "distca":
+        distca.log_scalars(
+            trainer, flops_per_token=6 * trainer.model.num_parameters(), peak_flops=1e12
+        )
         with distca.attach(trainer.model, **served) as attached:
             trainer.train(resume_from_checkpoint=resume)
             session: Any = attached.session
@@ -160,6 +163,11 @@ def run(
         "log": [
             {name: float(value) for name, value in entry.items() if name.endswith(kept)}
             for entry in trainer.state.log_history
+        ],
+        "scalars": [
+            {name: value for name, value in entry.items() if name.startswith("distca/")}
+            for entry in trainer.state.log_history
+            if "loss" in entry
         ],
         "gradients": gradients.kept,
         "steps": steps,

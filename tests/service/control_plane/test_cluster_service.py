@@ -110,6 +110,11 @@ def test_a_finished_step_tells_time_tokens_bytes_and_balance() -> None:
         assert phase.home_imbalance == 1.0
         assert phase.predicted_imbalance == pytest.approx(2 / 1.5)
         assert phase.measured_imbalance == pytest.approx(1.5)
+    # Of two servers in two nano-batches; backward passes are reported with twice the seconds.
+    assert [phase.busy_seconds for phase in step.phases] == [
+        2 * (1.0 + 3.0) / 2,
+        2 * (2.0 + 6.0) / 2,
+    ]
 
 
 @pytest.mark.parametrize(
