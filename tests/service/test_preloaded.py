@@ -38,7 +38,7 @@ def test_exit_codes_are_those_of_a_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert start("raise SystemExit(3)", log=log).wait(SECONDS) == 3
     assert start("1 / 0", log=log).wait(SECONDS) == 1
-    assert log.read_text().startswith("Traceback")
+    assert "Traceback" in log.read_text()
     assert "ZeroDivisionError" in log.read_text()
 
 
@@ -78,12 +78,14 @@ def test_tests_of_nixl_have_no_other_ucx(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_fork_begins_with_one_thread_no_file_and_no_gpu(tmp_path: Path) -> None:
-    """With what other forks hold open, it would keep their connections alive."""
+    """But for multiprocessing's pipes. With what other forks hold open, it would keep their
+    connections alive."""
     other = start("import time; time.sleep(60)", log=tmp_path / "other")
     program = (
         "import os, sys\n"
         "links = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd') if int(n) > 2]\n"
         "opened = [os.readlink(link) for link in links if os.path.exists(link)]\n"
+        "opened = [each for each in opened if not each.startswith(('pipe:', '/dev/null'))]\n"
         "torch = sys.modules['torch']\n"
         "print(len(os.listdir('/proc/self/task')), opened, torch.cuda.is_initialized())\n"
     )

@@ -1,9 +1,8 @@
 """Processes of tests that start with the libraries already in them.
 
 A process that imports torch, UCX and gRPC and loads the planners' machine code takes four seconds
-of a core before it does anything. One process does that here, and what tests start are its forks.
-Each runs its program as ``python -c`` would: with a ``__main__``, arguments, environment, output
-and exit code of its own.
+of a core before it does anything. The server of multiprocessing's forks does that once, and what
+tests start are its forks: programs, each run as ``python -c`` would, and ranks.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
-import importlib
-import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
+from unittest import mock
+
+from torch.multiprocessing.spawn import start_processes
 
 from data_plane.transport_facts import NIXL_PACKAGES
 from tests import ROOT
@@ -42,21 +41,22 @@ PRELOADED = (
     "distca.cli",
     "grpc.aio",
     "tests.support.random_planner",
+    "tests.support.team",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental._attention",
+    "trainer_client.loops.fsdp",
+    "trainer_client.models.transformers",
+    # Which some versions of the library do not have.
+    "typer._adapters",
     "typer.rich_utils",
     "rich.markdown",
 )
 """What forks find imported. No module may start a thread or ask for a GPU: a fork has neither."""
 
-_NEWER = ("typer._adapters",)
-"""What some versions of the libraries do not have."""
-
 _UCXX = "data_plane.ucxx.transport"
 
-_FORK_SECONDS = 200.0
-"""Until the first fork, which waits for the libraries, on a busy machine."""
-
-_MESSAGE_BYTES = 1 << 17
-_STATUS_BYTES = 4
+_READ_WHEN_LOADED = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
+"""By these typer decides, when it is loaded, whether help has colours."""
 
 
 def has_gpu() -> bool:
@@ -64,35 +64,48 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def preloaded_modules() -> tuple[str, ...]:
+    """With ucxx, but in tests of nixl: each brings a UCX, and two of them in one process crash."""
+    has_nixl = not sys.modules.keys().isdisjoint(NIXL_PACKAGES)
+    return PRELOADED if has_nixl else (*PRELOADED, _UCXX)
+
+
+@functools.cache
+def _context() -> ForkServerContext | SpawnContext:
+    """Of forks; on a machine with a GPU of new processes, as libraries may ask for CUDA when they
+    are imported."""
+    if has_gpu():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*preloaded_modules(), "tests.support.preloading"])
+    kept = {name: value for name, value in os.environ.items() if name not in _READ_WHEN_LOADED}
+    # One thread, since a fork loses all others.
+    with mock.patch.dict(os.environ, {**kept, "OMP_NUM_THREADS": "1"}, clear=True):
+        forkserver.ensure_running()
+    return context
+
+
 class PreloadedProcess:
     """A fork that runs a program; used as a :class:`subprocess.Popen` is."""
 
-    def __init__(self, pid: int, status: socket.socket) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._status = status
-        self._status.setblocking(False)
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
 
     def poll(self) -> int | None:
         """The exit code, or the negative number of the signal that ended it; None while it runs."""
-        if self.returncode is None:
-            with contextlib.suppress(BlockingIOError):
-                status = self._status.recv(_STATUS_BYTES)
-                if len(status) != _STATUS_BYTES:
-                    raise RuntimeError("the process that forks has ended")
-                self.returncode = int.from_bytes(status, signed=True)
-                self._status.close()
-        return self.returncode
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, or :class:`subprocess.TimeoutExpired`."""
-        if self.returncode is None:
-            ended, _, _ = select.select([self._status], [], [], timeout)
-            if timeout is not None and not ended:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            self.poll()
-        assert self.returncode is not None
-        return self.returncode
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         """Nothing happens to a process that has ended."""
@@ -119,8 +132,8 @@ def start(
         environment: its variables; those of this process if None. What a library reads when it is
             loaded has been read before, with those of this process.
     """
-    with log.open("wb") as output:
-        return _fork(program, arguments, environment, output.fileno(), output.fileno())
+    log.write_bytes(b"")
+    return _start(program, arguments, environment, log, log)
 
 
 def run(
@@ -131,198 +144,66 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``program`` as :func:`start` does, to its end, which must come within ``timeout``
     seconds."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = _fork(program, arguments, environment, output.fileno(), errors.fileno())
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        files = Path(output.name), Path(errors.name)
+        process = _start(program, arguments, environment, *files)
         try:
             code = process.wait(timeout)
         finally:
             process.kill()
-        said = []
-        for file in (output, errors):
-            file.seek(0)
-            said.append(file.read())
-    return subprocess.CompletedProcess(["-c", *arguments], code, *said)
+        return subprocess.CompletedProcess(["-c", *arguments], code, output.read(), errors.read())
 
 
-def _fork(
+def run_forked(function: Callable[..., None], arguments: tuple[Any, ...], n_ranks: int) -> None:
+    """Calls ``function(rank, *arguments)`` in a process for each rank, and waits for all of them.
+    Raises what :func:`torch.multiprocessing.spawn` does."""
+    start_processes(function, arguments, n_ranks, start_method=_context().get_start_method())
+
+
+def _start(
     program: str,
     arguments: Sequence[str],
     environment: Mapping[str, str] | None,
-    output: int,
-    errors: int,
+    output: Path,
+    errors: Path,
 ) -> PreloadedProcess:
     values = dict(os.environ if environment is None else environment)
-    request = json.dumps({"program": program, "arguments": arguments, "environment": values})
-    ours, theirs = socket.socketpair()
-    with theirs:
-        return _server().fork(request.encode(), (output, errors, theirs.fileno()), ours)
+    given = (program, arguments, values, output, errors)
+    # A daemon: what a test has left running ends with the tests.
+    process = _context().Process(target=_run, args=given, daemon=True)
+    process.start()
+    return PreloadedProcess(process)
 
 
-class _Server:
-    """The process that forks."""
-
-    def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *preloaded_modules()],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                cwd=ROOT,
-                env=_server_environment(),
-            )
-        self._requests.settimeout(_FORK_SECONDS)
-        atexit.register(self.end)
-
-    def fork(
-        self, request: bytes, descriptors: Sequence[int], status: socket.socket
-    ) -> PreloadedProcess:
-        """A fork with these ``descriptors``: of its output, its errors and the other end of
-        ``status``."""
-        with self._lock:
-            socket.send_fds(self._requests, [request], descriptors)
-            answer = self._requests.recv(_MESSAGE_BYTES)
-        if not answer:
-            raise RuntimeError(f"the process that forks has ended: {self._popen.wait()}")
-        return PreloadedProcess(int(answer), status)
-
-    def end(self) -> None:
-        """Its forks run on."""
-        self._requests.close()
-        self._popen.wait()
-
-
-def preloaded_modules() -> tuple[str, ...]:
-    """With ucxx, but in tests of nixl: each brings a UCX, and two of them in one process crash."""
-    has_nixl = not sys.modules.keys().isdisjoint(NIXL_PACKAGES)
-    return PRELOADED if has_nixl else (*PRELOADED, _UCXX)
-
-
-def _server_environment() -> dict[str, str]:
-    """One thread, since a fork loses all others; and without what typer decides by, when it is
-    loaded, whether help has colours."""
-    colours = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
-    kept = {name: value for name, value in os.environ.items() if name not in colours}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-@functools.cache
-def _server() -> _Server:
-    return _Server()
-
-
-@dataclass(frozen=True)
-class _Program:
-    program: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    output: int
-    errors: int
-
-
-def _serve(requests: socket.socket) -> _Program | None:
-    """Forks until the tests have ended; returns in forks alone, with what they shall run."""
-    woken, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    # Ctrl-C reaches everybody; the tests end this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    statuses: dict[int, socket.socket] = {}
-    while True:
-        readable, _, _ = select.select([requests, woken], [], [])
-        if woken in readable:
-            woken.recv(_MESSAGE_BYTES)
-            _report_ended(statuses)
-        if requests not in readable:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
-        if not message:
-            return None
-        output, errors, status = descriptors
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # Also where a shell has begun the tests in the background, and had it ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for each in (requests, woken, wake, socket.socket(fileno=status), *statuses.values()):
-                each.close()
-            return _Program(**json.loads(message), output=output, errors=errors)
-        os.close(output)
-        os.close(errors)
-        statuses[pid] = socket.socket(fileno=status)
-        requests.send(str(pid).encode())
-
-
-def _report_ended(statuses: dict[int, socket.socket]) -> None:
-    while statuses:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        with statuses.pop(pid) as reader, contextlib.suppress(BrokenPipeError):
-            code = os.waitstatus_to_exitcode(status)
-            reader.send(code.to_bytes(_STATUS_BYTES, signed=True))
-
-
-def _run(program: _Program) -> NoReturn:
-    for descriptor, standard in ((program.output, 1), (program.errors, 2)):
+def _run(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: Path,
+    errors: Path,
+) -> None:
+    for path, standard in ((output, 1), (errors, 2)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    os.chdir(ROOT)
     os.environ.clear()
-    os.environ.update(program.environment)
-    sys.argv = ["-c", *program.arguments]
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    # Also where a shell has begun the tests in the background, and had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    code = 0
+    is_interrupted = False
     try:
-        exec(compile(program.program, "<string>", "exec"), main.__dict__)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException as error:
+        exec(compile(program, "<string>", "exec"), main.__dict__)
+    except KeyboardInterrupt:
         traceback.print_exc()
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    _end(code)
-
-
-def _end(code: int) -> NoReturn:
-    """Ends the interpreter but for the last of it, to take apart all modules: half a second of a
-    core, for memory that is not the fork's own."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == -signal.SIGINT:
+        is_interrupted = True
+    finally:
+        # As an interpreter ends, which a process of multiprocessing does not.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    if is_interrupted:
+        sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(code)
-
-
-def _preload(modules: Sequence[str]) -> None:
-    if has_gpu():
-        # Whatever asks for CUDA when it is imported, as libraries may, leaves none to a fork.
-        return
-    for name in modules:
-        importlib.import_module(name)
-    for name in _NEWER:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    planners = importlib.import_module("control_plane.planner.planners")
-    for planner in planners.PLANNERS.values():
-        planners.load(planner)
-    # Collections in forks would copy all of this.
-    gc.collect()
-    gc.freeze()
-
-
-def _main() -> None:
-    _preload(sys.argv[2:])
-    program = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if program is not None:
-        _run(program)
-
-
-if __name__ == "__main__":
-    _main()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.forkserver import run_forked
+from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.hooks.collectives import HostMeetings

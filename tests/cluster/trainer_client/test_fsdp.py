@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile, on_this_host
-from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
 from tests.support.loops import PingPong
+from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from trainer_client import (
     Session,

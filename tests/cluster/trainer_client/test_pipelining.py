@@ -39,8 +39,8 @@ from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two, in_halves
-from tests.support.forkserver import run_forked
 from tests.support.loops import submitted as numbered
+from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from trainer_client import (
     Pipeline,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.forkserver import run_forked
+from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from trainer_client import SessionError
 from trainer_client.pipelines.stage_messages import StageMessages

@@ -36,9 +36,9 @@ from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
-from tests.support.forkserver import run_forked
 from tests.support.gradients import assert_gradients
 from tests.support.loops import PingPong, submitted
+from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (

@@ -14,7 +14,7 @@ from benchmarks.gpu.training import batches
 from benchmarks.gpu.training.batches import draw_batch
 from benchmarks.gpu.training.ring import RingAttention
 from benchmarks.gpu.training.stopwatch import Stopwatch
-from tests.support.forkserver import run_forked
+from tests.support.preloaded import run_forked
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 TOKENS_PER_RANK = 12
