@@ -80,12 +80,7 @@ _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS) -> None:
-    """Serve until SIGTERM or SIGINT, then inform members and stop.
-
-    Raises:
-        ListenError: an address cannot be listened on.
-        PathError, OSError: a file or folder cannot be used.
-    """
+    """Serve until SIGTERM or SIGINT, then inform members and stop."""
     keep_returning_memory()
     if asyncio.run(_serve(settings, planners)) is signal.SIGINT:
         raise KeyboardInterrupt
@@ -168,8 +163,7 @@ class ControlPlane:
         self.metrics_address: str | None = None
 
     async def start(self) -> None:
-        """Listens, and writes the address file. Leads if it is alone, else stands by. Raises as
-        :func:`run`."""
+        """Listens, and writes the address file. Leads if it is alone, else stands by."""
         try:
             self._server = self._build_server(self._settings.listen_address)
             await asyncio.to_thread(

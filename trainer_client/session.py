@@ -217,14 +217,8 @@ class Session:
         that lives keeps its name, unless ``options.replace`` ends it.
 
         Raises:
-            ValueError: no kernel runs the shape on the device.
             distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses: another
                 job has the name, and lives (ALREADY_EXISTS).
-            TransportError: the in-place server's port is in use.
-            distca.machine_errors.ListenError: the metrics port cannot be listened on.
-            distca.machine_errors.PathError: the folder of profiles cannot be used.
-            distca.contract.timeouts.TimeoutOrderError: the rank's timeouts do not fit the
-                control plane's.
         """
         session = cls(options)
         try:
@@ -257,12 +251,6 @@ class Session:
         Args:
             manifest: of this rank.
             forward_only: the step has no backward pass (evaluation).
-
-        Raises:
-            ValueError: the manifest is another rank's, has another number of nano-batches, or is
-                of a step that is not after the last one begun.
-            SessionClosed: the job ended.
-            SessionError: this is a fork of the process that opened the session.
         """
         self._check_process()
         if manifest.rank != self.options.rank:
@@ -290,10 +278,6 @@ class Session:
         Steps run in increasing order; one that was submitted may be left out.
 
         Raises:
-            SessionError: it is not after the last step begun, or inside another one, or the block
-                ended before the step was complete; see :meth:`RunningStep.check_ended`.
-            ValueError: a model of transformers was given other documents than the manifest has, and
-                was on a GPU until now.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
             SessionClosed: the job ended; also in the place of another RuntimeError, such as that of
@@ -333,12 +317,7 @@ class Session:
 
     def begin(self, step: int) -> RunningStep:
         """Begins a step, which may run beside others that are open, each in nano-batches of its
-        own; :meth:`end` ends it. Later steps must come later.
-
-        Raises:
-            PlanNotReady: as :meth:`step`.
-            SessionClosed: the job ended.
-        """
+        own; :meth:`end` ends it. Later steps must come later."""
         return self._begin(lambda seconds: self._steps.wait_plan(step, seconds))
 
     def join(self, manifest: RankManifest, joining: jobs_pb2.Joining, *, forward_only: bool) -> int:
@@ -392,11 +371,7 @@ class Session:
 
     def stop(self, running: RunningStep) -> None:
         """No more is computed of an open step, as when its graph is gone, and servers expect
-        no more of it. Call :meth:`end` then.
-
-        Raises:
-            SessionClosed: the job ended.
-        """
+        no more of it. Call :meth:`end` then."""
         self._steps.stop(running)
         running.stopped = True
 

@@ -36,11 +36,7 @@ class SessionOptions(RankOptions):
     @classmethod
     def in_environment(cls, control_plane: str | None = None, **options: Any) -> SessionOptions:
         """The options that are given, and those that :func:`options_of_environment` finds beside
-        them.
-
-        Raises:
-            ValueError: no control plane is named, or an option is invalid.
-        """
+        them."""
         found = {**options_of_environment(), **options}
         if control_plane is not None:
             found["control_plane"] = control_plane
@@ -59,23 +55,13 @@ class SessionOptions(RankOptions):
         Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
         its steps are. Where weights are sharded, all ranks call it together. Under tensor
         parallelism ``shape`` is what one rank has, and ``tensor_parallel_ranks`` are found too.
-
-        Raises:
-            SessionError: no model has served core attention, or its calls differ in shape, dtype or
-                scale; tensor-parallel ranks disagree, or do not divide the heads.
-            ValueError: an option is invalid or contradicts the model, or the model cannot be served
-                (``trainer_client.models.transformers.UnsupportedModel``).
         """
         return cls.in_environment(**options_of_model(model, options))
 
 
 def options_of_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The options that ``environ`` names: ``DISTCA_`` and the option in capitals, of TLS the
-    variables of ``distca train``. Empty ones count as not given.
-
-    Raises:
-        ValueError: a number or switch is none.
-    """
+    variables of ``distca train``. Empty ones count as not given."""
     tls = {each.name: each.metadata["option"][0].envvar for each in fields(ClientTls)}
     hints = get_type_hints(RankOptions)
     found: dict[str, Any] = {}

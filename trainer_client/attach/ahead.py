@@ -62,9 +62,6 @@ def ahead(
     Args:
         loader: its batches are arguments of the decoder by name, on the CPU.
         lengths: reads them from a batch of another kind; in packed order.
-
-    Raises:
-        ManifestError: a batch does not say where its documents begin.
     """
     for batch in loader:
         fetched.put(_lengths_of(batch) if lengths is None else [*map(int, lengths(batch))])

@@ -194,11 +194,7 @@ class Attached:
 
 
 def _place() -> tuple[int, int]:
-    """This rank, and the number of ranks.
-
-    Raises:
-        SessionError: processes that were started together would train apart.
-    """
+    """This rank, and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:

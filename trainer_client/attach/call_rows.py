@@ -42,11 +42,7 @@ class CallRows:
     def of(cls, named: Mapping[str, Any]) -> CallRows:
         """Read a call's arguments: documents begin where ``position_ids`` restart at 0, or where
         ``cu_seq_lens_q`` or the numbers of a mask say (``1 1 2 2 2 0``); else each row of the batch
-        is one.
-
-        Raises:
-            ManifestError: they do not say where documents begin, or contradict one another.
-        """
+        is one."""
         given = named.get("input_ids")
         given = named.get("inputs_embeds") if given is None else given
         if not isinstance(given, torch.Tensor) or given.dim() < 2:

@@ -36,11 +36,7 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
     """The innermost model of transformers in ``model`` that holds every layer which calls core
-    attention.
-
-    Raises:
-        UnsupportedModel: it has a head, so that its outputs cannot be put together.
-    """
+    attention."""
     callers = attention_modules(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     holders = [module for module in models if all(_holds(module, each) for each in callers)]
@@ -69,11 +65,7 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 
 def prepare_turns(model: nn.Module, decoder: PreTrainedModel) -> None:
-    """Has nano-batches take turns in the layers of ``decoder``.
-
-    Raises:
-        SessionError: weights are sharded so that they cannot.
-    """
+    """Has nano-batches take turns in the layers of ``decoder``."""
     if next(units(model), None) is not None:
         prepare_fsdp(model)
     require_prepared(decoder, inside=True)

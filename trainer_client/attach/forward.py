@@ -47,11 +47,7 @@ class Forward:
 
     def begin(self, steps: OpenSteps, lengths: Sequence[int]) -> None:
         """Plan a step with documents of these lengths; core attention is served in its lane from
-        here on, or in the lanes that it is to choose.
-
-        Raises:
-            PlanNotReady, SessionClosed: as of :meth:`Session.begin`.
-        """
+        here on, or in the lanes that it is to choose."""
         self.lanes, self._steps = steps.begin(lengths, self._is_last), steps
         if len(self.lanes) == 1:
             self._token = current_lane.set(self.lanes[0])
@@ -68,9 +64,6 @@ class Forward:
 
         Args:
             output: of the forward.
-
-        Raises:
-            SessionError: the forward called core attention less often than the job expects.
         """
         self._shapes.close()
         if self._without_rows is not None and self._is_last:

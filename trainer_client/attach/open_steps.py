@@ -100,9 +100,6 @@ class OpenSteps:
         Args:
             lengths: of the documents, in packed order.
             is_last: see :func:`trainer_client.hooks.gradient_sync.is_last_of_round`.
-
-        Raises:
-            PlanNotReady, SessionClosed: as :meth:`Session.begin`.
         """
         session, wanted = self.session, list(lengths)
         self._sweep()
@@ -141,11 +138,7 @@ class OpenSteps:
         self._round.ends()
 
     def returned(self, lanes: Sequence[Lane], *, failed: bool) -> None:
-        """The forward pass of a step is over.
-
-        Raises:
-            SessionError: it called core attention less often than the job expects.
-        """
+        """The forward pass of a step is over."""
         running = lanes[0].running
         self._steps[lanes[0].nano_batch // self._turns].has_returned = True
         try:

@@ -101,9 +101,6 @@ def core_attention(
 
     Returns:
         o ``[rows, num_heads, head_dim_v]``.
-
-    Raises:
-        TensorError: ``cu_seqlens`` does not end with the rows.
     """
     kind = LayerKind(window, chunk)
     if cu_seqlens is None or _has_lane():
@@ -147,11 +144,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """flash-attn's function of that name, with core attention served; see there.
-
-    Raises:
-        TensorError: an argument asks for what is not served; names it.
-    """
+    """flash-attn's function of that name, with core attention served; see there."""
     _refuse(
         dropout_p=dropout_p,
         alibi_slopes=alibi_slopes,
@@ -186,11 +179,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> torch.Tensor:
     """flash-attn's function of that name, with core attention served: each row of the batch is a
-    document.
-
-    Raises:
-        TensorError: an argument asks for what is not served; names it.
-    """
+    document."""
     batch, tokens = q.shape[:2]
     if k.shape[1] != tokens:
         raise TensorError(

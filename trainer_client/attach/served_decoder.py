@@ -45,9 +45,6 @@ class ServedDecoder:
         model: holds one model of transformers with served attention.
         steps: see :data:`trainer_client.attach.forward.OpenWith`.
         turns: nano-batches of a forward.
-
-    Raises:
-        ValueError: ``model`` holds none.
     """
 
     def __init__(self, model: nn.Module, steps: OpenWith, turns: int) -> None:
@@ -67,13 +64,7 @@ class ServedDecoder:
                 DecoderInTurns(each, self._lanes)
 
     def enter(self, model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-        """Plans a forward of the decoder, and packs its rows.
-
-        Raises:
-            ManifestError: its arguments do not say where documents begin.
-            UnsupportedModel: it cannot be served.
-            PlanNotReady, SessionClosed: as of :meth:`Session.begin`.
-        """
+        """Plans a forward of the decoder, and packs its rows."""
         if self._decoder is None:
             found = decoder_of(model)
             if self._turns > 1:
@@ -100,11 +91,7 @@ class ServedDecoder:
         return given
 
     def leave(self, model: nn.Module, output: Any) -> Any:
-        """The decoder's outputs, as for the batch that it was called with.
-
-        Raises:
-            SessionError: it called core attention less often than the job expects.
-        """
+        """The decoder's outputs, as for the batch that it was called with."""
         if not self._forwards or self._decoder is None or model is not self._decoder():
             return output
         forward, restored = self._forwards.pop()

@@ -30,9 +30,6 @@ def require_version(distribution: str, at_least: str, below: str, extra: str) ->
         at_least: the lowest version that is served.
         below: the lowest one above that is not.
         extra: of distca, which installs a right one.
-
-    Raises:
-        UnsupportedFramework: it is not there, or has another version.
     """
     valid = f"{distribution} from {at_least} up to, but without, {below}"
     remedy = f"run: pip install 'distca[{extra}]'"

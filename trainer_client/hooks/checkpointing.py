@@ -152,11 +152,7 @@ HOME = object()
 
 
 def keep_nothing(like: torch.Tensor) -> None:
-    """A call is computed at home, and again wherever checkpoints around it are recomputed.
-
-    Raises:
-        SessionError: as of :class:`Checkpoints` and :meth:`Region.take`.
-    """
+    """A call is computed at home, and again wherever checkpoints around it are recomputed."""
     checkpoints = Checkpoints()
     if checkpoints.recomputed:
         checkpoints.recomputed.take()

@@ -85,10 +85,6 @@ class HostMeetings:
             name: for errors.
             group: whose collective it is.
             tensors: arguments of the collective; those on another device do not meet.
-
-        Raises:
-            SessionError: a rank has not come in time, or has left.
-            SessionClosed: the job has ended.
         """
         if group.size() < 2 or _device_type(tensors) != self._device_type:
             return

@@ -20,10 +20,6 @@ def answer_unserved(
         q: ``[rows, num_heads, head_dim]``.
         k, v: ``[rows, num_heads_kv, head_dim]`` and ``head_dim_v``.
         checkpoints: around the call.
-
-    Raises:
-        SessionError: the call is traced or transformed.
-        TensorError: a tensor is a DTensor.
     """
     refuse_tracing()
     check_local(q=q, k=k, v=v)

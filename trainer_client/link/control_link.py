@@ -176,10 +176,6 @@ class ControlLink:
         Args:
             request: names the job and the rank.
             listener: receives what comes.
-
-        Raises:
-            distca.contract.rpc.RpcError: the control plane cannot be reached or refuses; a job has
-                the name that lives, or that has not ended in time (ALREADY_EXISTS).
         """
         self._request.CopyFrom(request)
         self._listener = listener
@@ -284,9 +280,6 @@ class ControlLink:
 
         Args:
             rank: this one.
-
-        Raises:
-            SessionClosed: the job has ended.
         """
         deadline = time.monotonic() + _STREAMS_BREAK_SECONDS
         is_gone = False

@@ -22,10 +22,6 @@ def transport_of(options: RankOptions, settings: rpc.RpcSettings) -> TransportCh
     Args:
         options: of its session.
         settings: how to reach the control plane, which is asked for ``auto`` on the pool alone.
-
-    Raises:
-        distca.contract.rpc.RpcError: the control plane cannot be reached.
-        ImportError: no library fits that is installed.
     """
     asks = options.transport == TransportName.AUTO and options.placement is not Placement.IN_PLACE
     return resolve_transport(

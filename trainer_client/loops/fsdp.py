@@ -50,9 +50,6 @@ def prepare_fsdp(model: nn.Module) -> None:
 
     Args:
         model: with ``fully_shard`` applied to its layers, to itself, or both.
-
-    Raises:
-        SessionError: nothing in ``model`` is sharded by ``fully_shard``.
     """
     found = list(units(model))
     if not found:

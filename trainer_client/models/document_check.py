@@ -235,11 +235,7 @@ def check_of(attention: nn.Module) -> DocumentCheck | None:
 
 
 def refuse_own_positions(model: nn.Module) -> None:
-    """Refuses to pack a padded batch for a model that counts positions otherwise than from 0 up.
-
-    Raises:
-        UnsupportedModel: it does.
-    """
+    """Refuses to pack a padded batch for a model that counts positions otherwise than from 0 up."""
     checks = (check_of(module) for module in model.modules())
     if not all(check.counts_from_zero for check in checks if check is not None):
         raise UnsupportedModel(
@@ -257,10 +253,6 @@ def check_documents(model: nn.Module) -> DocumentCheck:
 
     Args:
         model: loaded with ``attn_implementation="distca"``, or a module that holds one such model.
-
-    Raises:
-        UnsupportedModel: it cannot be served, whatever its rows hold; says why.
-        ValueError: ``model`` holds none, or several.
     """
     models = list(_outermost(model))
     if len(models) != 1:
@@ -272,11 +264,7 @@ def check_documents(model: nn.Module) -> DocumentCheck:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules in ``model`` that call core attention, found by checking it if it was not.
-
-    Raises:
-        UnsupportedModel: as :func:`check_documents`.
-    """
+    """The modules in ``model`` that call core attention, found by checking it if it was not."""
     for each in _outermost(model):
         if each not in _checked_models:
             _check(each, _EVERYTHING)

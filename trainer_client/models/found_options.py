@@ -26,14 +26,7 @@ class ServedCall(NamedTuple):
 
 def options_of_model(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options`` with those that follow from the model of transformers in ``model``. The check of
-    documents has found them; where weights are sharded, all ranks come together in it.
-
-    Raises:
-        SessionError: the model has no core attention that is served, or several kinds, or an
-            adapter adds to its rows; or its tensor-parallel ranks disagree.
-        ValueError: an option contradicts the model.
-        UnsupportedModel: it cannot be served, whatever its rows hold.
-    """
+    documents has found them; where weights are sharded, all ranks come together in it."""
     refuse_prompts(model)
     with named_failures(model):
         checks = {id(c): c for c in map(check_of, attention_modules(model)) if c is not None}
@@ -72,10 +65,6 @@ def options_of_calls(
         calls: in order.
         options: that are given.
         n_layers: if it is not the number of calls.
-
-    Raises:
-        SessionError: calls differ.
-        ValueError: an option is another than what was found.
     """
     first = calls[0]
     if different := next((call for call in calls if call != first), None):

@@ -122,11 +122,6 @@ def distca_attention(
 
     Returns:
         o ``[1, rows, num_heads, head_dim_v]`` and no attention weights.
-
-    Raises:
-        UnsupportedArgument: an argument is not supported, or has an unsupported value.
-        ValueError: position_ids or cu_seq_lens do not match the manifest.
-        SessionError: no step is running.
     """
     refuse_tracing()
     checkpoints = Checkpoints()

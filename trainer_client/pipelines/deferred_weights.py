@@ -94,10 +94,6 @@ def defer_weights(module: nn.Module) -> DeferredWeights:
 
     Args:
         module: of the stage.
-
-    Raises:
-        SessionError: a part is replicated by DistributedDataParallel, which would not see these
-            gradients.
     """
     _refuse_replicated(module)
     deferred = DeferredWeights()

@@ -73,8 +73,8 @@ class Pipeline:
     Open the session with ``n_nano_batches`` as the microbatches of a step, and ``n_layers`` as the
     calls of core attention in all stages of the rank that has most; without
     ``SessionOptions.pipelining`` all ranks must have equally many. Submit for
-    each step what every microbatch holds (:func:`trainer_client.submit_ahead` does), on every rank
-    of a pipeline the same documents; then run ``schedule.step(...)`` in ``pipeline.step(n)``.
+    each step what every microbatch holds, on every rank of a pipeline the same documents; then run
+    ``schedule.step(...)`` in ``pipeline.step(n)``.
 
     With ``SessionOptions.pipelining``, ``n_nano_batches`` may be a multiple of the schedule's
     microbatches, 2 for ping-pong: then each microbatch has as many rows, tensors of shape
@@ -91,13 +91,6 @@ class Pipeline:
             :mod:`trainer_client.pipelines.stage_messages`; None: on GPUs and with a schedule. Then
             all ranks of ``torch.distributed`` make their ``Pipeline`` together.
         cut_by: how a microbatch with several nano-batches is cut into them; None: as above.
-
-    Raises:
-        SessionError: no stages were given, or others than the session's schedule has on this rank,
-            or one has no ``forward_one_chunk``, or is in another ``Pipeline``, or its module is
-            sharded by FSDP1, or by FSDP2 and not prepared, see
-            :func:`trainer_client.prepare_fsdp`, or in a way that loses gradients, see
-            :func:`trainer_client.hooks.sharded_weights.check_backward_in_parts`.
     """
 
     def __init__(

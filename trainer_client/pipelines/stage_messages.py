@@ -96,11 +96,7 @@ class StageMessages:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run all stages in the block for one step, that of the session which runs.
-
-        Raises:
-            SessionError: the block of an earlier one ended with an error.
-        """
+        """Run all stages in the block for one step, that of the session which runs."""
         if self._failed_step is not None:
             # Ranks have sent what nobody received, and a wait for that would have no end.
             raise SessionError(

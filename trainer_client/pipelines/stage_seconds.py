@@ -53,9 +53,6 @@ def measure_stages(
         n_stages: of the model.
         n_tokens: of each input.
         group: the ranks of all pipelines; all ranks if None.
-
-    Raises:
-        ScheduleError: a stage is on no rank.
     """
     own = {index: _time(stage, n_tokens) for index, stage in stages.items()}
     everybody: list[dict[int, tuple[float, float]]] = [own]

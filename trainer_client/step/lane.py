@@ -67,9 +67,6 @@ def in_nano_batch(index: int) -> Iterator[None]:
     For loops that call the model once for each microbatch themselves, such as gradient accumulation
     and pipeline schedules; nothing is interleaved. A backward pass needs no block: it knows where
     its forward pass ran.
-
-    Raises:
-        SessionError: no step is running, or it has no such nano-batch.
     """
     running = require_step()
     check_nano_batch(running, index)

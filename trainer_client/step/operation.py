@@ -77,9 +77,6 @@ def core_attention(
         o ``[rows, num_heads, head_dim_v]``. Differentiable once, in the same step.
 
     Raises:
-        TensorError: a shape, dtype, device or stride is wrong, or a tensor is a DTensor.
-        ValueError: window or chunk is not 1 or more, or no kernel runs the layer here.
-        SessionError: no step is running, or the call is one that the job does not have.
         CoreAttentionFailed: a server failed, or a deadline passed; in a layer with a window or
             chunks, of keys that another rank has.
     """

@@ -281,11 +281,7 @@ class RunningStep:
         self._checks.append(check)
 
     def check_arguments(self) -> None:
-        """Runs what :meth:`check_at_end` was given.
-
-        Raises:
-            ValueError: tensors on a GPU have other documents than the manifest.
-        """
+        """Runs what :meth:`check_at_end` was given."""
         for check in self._checks:
             check()
 

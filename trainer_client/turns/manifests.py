@@ -39,9 +39,6 @@ def padded_lengths(seen: torch.Tensor) -> list[int]:
 
     Args:
         seen: ``[batch, tokens]`` bool on the host, true where a token is.
-
-    Raises:
-        ManifestError: a row has no token, or padding between its tokens.
     """
     lengths = seen.sum(1)
     runs = seen[:, :1].long().squeeze(1) + (seen[:, 1:] & ~seen[:, :-1]).sum(1)
@@ -60,9 +57,6 @@ def lengths_between(cumulative: torch.Tensor) -> list[int]:
 
     Args:
         cumulative: ``[documents + 1]`` integers from 0 up, as ``cu_seq_lens_q``.
-
-    Raises:
-        ManifestError: they are not one-dimensional or do not begin at 0.
     """
     cumulative = on_host(cumulative)
     if cumulative.dim() != 1 or cumulative.numel() < 1 or int(cumulative[0]) != 0:

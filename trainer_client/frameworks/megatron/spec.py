@@ -31,9 +31,6 @@ def serve(spec: Any) -> Any:
     Args:
         spec: a ``ModuleSpec`` of a layer, a block's submodules (one spec a layer), or a stack of a
             hybrid model (``MambaStack``, ``HybridStack``), from Megatron-core or of your own.
-
-    Raises:
-        UnsupportedSetting: it has no core attention, or none of a kind that is served.
     """
     hooks: list[Any] = []
     made = _copied(spec, hooks)

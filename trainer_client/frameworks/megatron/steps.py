@@ -124,11 +124,6 @@ class ServedSteps:
                 whose rows must be packed then.
             options: further :class:`trainer_client.SessionOptions`; others may come from the
                 environment.
-
-        Raises:
-            UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong or
-                cut documents are asked for and cannot work.
-            SessionError: the model has none, or they differ.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         layers = [
@@ -170,11 +165,6 @@ class ServedSteps:
             microbatches: of the step. All stages of a pipeline, and all ranks of a tensor-parallel
                 group, must be given the same.
             forward_only: the step has no backward pass (evaluation).
-
-        Raises:
-            ManifestError: a microbatch does not show its documents.
-            SessionError: a microbatch was not run to its end, or a layer not reached.
-            ValueError: there are more or fewer microbatches than the job has.
         """
         number = self.session.next_step
         expected = self.session.options.n_nano_batches // (2 if self._turns else 1)

@@ -127,11 +127,7 @@ class SeenCalls:
     def note(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, served: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros for o and lse of a call.
-
-        Raises:
-            TensorError: a tensor is a DTensor.
-        """
+        """Zeros for o and lse of a call."""
         check_local(q=q, k=k, v=v)
         kind = q.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype

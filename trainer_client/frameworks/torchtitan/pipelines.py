@@ -26,10 +26,6 @@ def order_of(schedule: Any, csv: str | None, n_microbatches: int) -> Schedule | 
         schedule: an object of ``torch.distributed.pipelining``.
         csv: a file with the order, if torchtitan was given one.
         n_microbatches: of a step.
-
-    Raises:
-        ScheduleError: the file has no valid order.
-        UnsupportedSetting: the order has another number of microbatches.
     """
     try:
         # By its name alone: hosts may keep the file in different places.

@@ -57,10 +57,6 @@ class ServedTrainer(Trainer):
     """Trains with core attention spread over all ranks; what is not here is torchtitan's.
 
     Every process is a rank of the job, and has its share of the heads under tensor parallelism.
-
-    Raises:
-        UnsupportedSetting: the configuration cannot be trained so; before anything is built.
-        SessionError: the model's layers are not all served, or the job cannot be joined.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -300,9 +296,6 @@ def served(config: Trainer.Config, **settings: Any) -> ServedTrainer.Config:
         config: of torchtitan's own ``Trainer``, from a config registry, with
             ``attn_backend="varlen"``.
         settings: of :class:`DistcaSettings`; they may also be given on the command line.
-
-    Raises:
-        UnsupportedSetting: the configuration is of another trainer.
     """
     if type(config) is not Trainer.Config:
         raise UnsupportedSetting(
