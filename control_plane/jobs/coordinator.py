@@ -24,13 +24,11 @@ from control_plane.jobs.membership import (
     Member,
     Membership,
     ServerDescription,
-    ServerLoad,
     checked_id,
 )
 from control_plane.jobs.publication import Publication
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.recoveries import Recoveries
-from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.requests import (
     Joining,
     closed_event,
@@ -39,16 +37,9 @@ from control_plane.jobs.requests import (
     opened_event,
     recover_event,
 )
-from control_plane.jobs.step import (
-    FailedStep,
-    RankMeasurement,
-    ReadyStep,
-    ServerMeasurement,
-    StepRecord,
-)
+from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
 from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.subscriptions import Event, Subscription
-from control_plane.jobs.waits import Wait
 from control_plane.metrics.metrics import Metrics
 from control_plane.planner import at_home
 from control_plane.planner.planning import Planner
@@ -59,6 +50,8 @@ from distca.contract.server_loss import ServerLoss
 from distca.contract.tokens import rank_of_token
 from distca.process import tracing
 from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
+from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement, StepProgress, StepWaiting
+from distca.v1.membership_pb2 import ServerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -446,15 +439,15 @@ class Coordinator:
         rank = job.give_up(lease_id, step, reason, now=self._clock())
         self._recoveries.step_given_up(job, rank, step, reason)
 
-    def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
+    def wait_in_step(self, job_id: str, lease_id: str, step: int, wait: StepWaiting) -> None:
         """A rank has waited long for a tick. If another one that it needs runs its nano-batches in
         another order, the step fails."""
         job = self._jobs.get(job_id)
-        orders = job.wait(lease_id, wait, now=self._clock())
+        orders = job.wait(lease_id, step, wait, now=self._clock())
         if orders:
             self._fail(
                 job,
-                wait.step,
+                step,
                 f"{orders}; all ranks must run forward and backward of nano-batches in one order",
             )
 

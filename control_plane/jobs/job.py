@@ -19,23 +19,23 @@ from control_plane.jobs.open_step import HandIn, OpenStep
 from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.rank_leases import RankLeases
-from control_plane.jobs.recovery import Answers, JobRecovery, StepProgress, is_finished
+from control_plane.jobs.recovery import Answers, JobRecovery, is_finished
 from control_plane.jobs.reported_steps import ReportedSteps
 from control_plane.jobs.server_speeds import ServerSpeeds
 from control_plane.jobs.step import (
     MAX_MISSING,
     FailedStep,
     PendingStep,
-    RankMeasurement,
     ReadyStep,
-    ServerMeasurement,
     StepRecord,
+    busy_seconds,
 )
 from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
-from control_plane.jobs.waits import Wait, Waits
+from control_plane.jobs.waits import Waits
 from core_attention.manifest import RankManifest
 from core_attention.step_lane import placed
 from distca.contract.rpc_errors import Reason
+from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement, StepProgress, StepWaiting
 
 SEGMENT_BYTES = 512
 """The bytes of a segment of a manifest, with the plan and the slices that it becomes; a test
@@ -447,17 +447,16 @@ class Job:
             self._check_sent(rank, sent_ticks)
             self._waits.has_sent(rank, step, sent_ticks)
 
-    def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
-        """A rank has waited long for a tick; the different orders of it and another rank, in words,
-        or nothing.
-        """
+    def wait(self, lease_id: str, step: int, wait: StepWaiting, *, now: float) -> str:
+        """A rank has waited long for a tick of ``step``; the different orders of it and another
+        rank, in words, or nothing."""
         rank = self.leases.get(lease_id, now=now).rank
         self._check_sent(rank, wait.sent_ticks, wait.nano_batch)
-        if self.is_recovering or wait.step not in self._planned:
+        if self.is_recovering or step not in self._planned:
             return ""
-        manifest = self._planned[wait.step].plan.manifest
+        manifest = self._planned[step].plan.manifest
         return self._waits.wait(
-            rank, wait, lambda rank, nano: bool(manifest.tokens_per_rank(nano)[rank])
+            rank, step, wait, lambda rank, nano: bool(manifest.tokens_per_rank(nano)[rank])
         )
 
     def _check_sent(self, rank: int, sent_ticks: Sequence[int], nano_batch: int = 0) -> None:
@@ -741,7 +740,7 @@ class Job:
         return tuple(
             all_ticks
             if rank in without
-            else answers.get(rank, {}).get(ready.step, none).complete_ticks
+            else tuple(answers.get(rank, {}).get(ready.step, none).complete_ticks)
             for rank in range(self.spec.n_ranks)
         )
 
@@ -770,7 +769,7 @@ class Job:
                 measured.server_id,
                 planned_speed=record.speeds.get(measured.server_id, 1.0),
                 predicted_seconds=predicted,
-                measured_seconds=sum(sum(measured.busy_seconds(phase)) for phase in record.phases),
+                measured_seconds=sum(sum(busy_seconds(measured, phase)) for phase in record.phases),
             )
 
     def _check_manifest(self, rank: int, manifest: RankManifest) -> None:

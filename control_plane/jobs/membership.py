@@ -18,6 +18,7 @@ from distca.contract.addresses import split_address
 from distca.contract.identity import check_name
 from distca.contract.rpc_errors import Reason
 from distca.process.plain_text import plain
+from distca.v1.membership_pb2 import ServerLoad
 
 REMEMBERED_LEASES = 1024
 """Leases that were taken away of which is known why."""
@@ -105,26 +106,15 @@ class ServerDescription:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerLoad:
-    """The load that a server reported with its last heartbeat; see ``ServerLoad`` in
-    membership.proto."""
-
-    queued_tasks: int = 0
-    open_ticks: int = 0
-    busy_ratio: float = 0.0
-    buffer_bytes: int = 0
-    oldest_ready_seconds: float = 0.0
-    moved_bytes_per_second: float = 0.0
-    stands_in: str = ""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
-            raise InvalidRequestError(f"busy_ratio is {self.busy_ratio}; it must be from 0 to 1")
-        for name in ("oldest_ready_seconds", "moved_bytes_per_second"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidRequestError(f"{name} is {value}; it must be 0 or more")
+def checked_load(load: ServerLoad) -> ServerLoad:
+    """``load`` if its numbers are possible."""
+    if not (math.isfinite(load.busy_ratio) and 0 <= load.busy_ratio <= 1):
+        raise InvalidRequestError(f"busy_ratio is {load.busy_ratio}; it must be from 0 to 1")
+    for name in ("oldest_ready_seconds", "moved_bytes_per_second"):
+        value = getattr(load, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise InvalidRequestError(f"{name} is {value}; it must be 0 or more")
+    return load
 
 
 @dataclass(frozen=True)

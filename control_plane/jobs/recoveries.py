@@ -13,12 +13,12 @@ from control_plane.jobs.event_streams import EventStreams
 from control_plane.jobs.job import Job
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import Member, Membership
-from control_plane.jobs.recovery import StepProgress
 from control_plane.jobs.requests import finished_event, recover_event
 from control_plane.jobs.step import ReadyStep
 from control_plane.metrics.metrics import Metrics
 from control_plane.settings import CoordinatorSettings
 from distca.contract.server_loss import ServerLoss
+from distca.v1.jobs_pb2 import StepProgress
 
 logger = logging.getLogger(__name__)
 

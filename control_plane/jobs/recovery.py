@@ -6,23 +6,8 @@ Pure state: the time comes in, decisions come out; see docs/fault_tolerance.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepProgress:
-    """A rank's progress in a step.
-
-    Attributes:
-        step: whose manifest it has handed in.
-        complete_ticks: by nano-batch, how many ticks of its lane are complete.
-        done: the rank has left the step behind.
-    """
-
-    step: int
-    complete_ticks: tuple[int, ...]
-    done: bool = False
-
+from distca.v1.jobs_pb2 import StepProgress
 
 Answers = Mapping[int, Mapping[int, StepProgress]]
 """The progress by rank, then by step."""

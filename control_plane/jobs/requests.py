@@ -10,12 +10,10 @@ from google.protobuf.message import Message
 from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
-from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
+from control_plane.jobs.membership import Member, ServerDescription
 from control_plane.jobs.open_step import HandIn
 from control_plane.jobs.profiles import nominal_profile
-from control_plane.jobs.recovery import StepProgress
-from control_plane.jobs.step import RankMeasurement, ServerMeasurement, StepRecord
-from control_plane.jobs.waits import Wait
+from control_plane.jobs.step import StepRecord, busy_seconds
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
@@ -61,19 +59,6 @@ def description_from_proto(
     )
 
 
-def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
-    """The load in ``message``."""
-    return ServerLoad(
-        queued_tasks=message.queued_tasks,
-        open_ticks=message.open_ticks,
-        busy_ratio=message.busy_ratio,
-        buffer_bytes=message.buffer_bytes,
-        oldest_ready_seconds=message.oldest_ready_seconds,
-        moved_bytes_per_second=message.moved_bytes_per_second,
-        stands_in=message.stands_in,
-    )
-
-
 def status_to_proto(
     member: Member, *, seconds_since_heartbeat: float, with_address: bool
 ) -> membership_pb2.ServerStatus:
@@ -90,15 +75,7 @@ def status_to_proto(
             version=about.version,
             transport=about.transport,
         ),
-        load=membership_pb2.ServerLoad(
-            queued_tasks=member.load.queued_tasks,
-            open_ticks=member.load.open_ticks,
-            busy_ratio=member.load.busy_ratio,
-            buffer_bytes=member.load.buffer_bytes,
-            oldest_ready_seconds=member.load.oldest_ready_seconds,
-            moved_bytes_per_second=member.load.moved_bytes_per_second,
-            stands_in=member.load.stands_in,
-        ),
+        load=member.load,
         draining=member.draining,
         seconds_since_heartbeat=seconds_since_heartbeat,
         in_place_job_id=member.in_place.job_id if member.in_place else "",
@@ -260,26 +237,6 @@ def joining_from_proto(request: jobs_pb2.SubmitManifestRequest) -> Joining:
     )
 
 
-def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> ServerMeasurement:
-    """A server's measurement."""
-    return ServerMeasurement(
-        server_id=message.server_id,
-        forward_busy_seconds=tuple(message.forward_busy_seconds),
-        backward_busy_seconds=tuple(message.backward_busy_seconds),
-        backward_layers=tuple(message.backward_layers),
-    )
-
-
-def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasurement:
-    """A rank's measurement."""
-    return RankMeasurement(
-        rank=message.rank,
-        step_seconds=message.step_seconds,
-        wait_seconds=message.wait_seconds if message.HasField("wait_seconds") else None,
-        tokens=message.tokens,
-    )
-
-
 def opened_event(job: Job, *, to_server: bool) -> bytes:
     """The event that announces ``job``; a server learns how to check tokens."""
     return _event(
@@ -328,24 +285,6 @@ def _event(**kind: Message) -> bytes:
     return jobs_pb2.PlanEvent(**kind).SerializeToString()  # type: ignore[arg-type]
 
 
-def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
-    """A rank's progress in a step."""
-    return StepProgress(
-        step=message.step, complete_ticks=tuple(message.complete_ticks), done=message.done
-    )
-
-
-def wait_from_proto(step: int, message: jobs_pb2.StepWaiting) -> Wait:
-    """The tick that a rank waits for."""
-    return Wait(
-        step=step,
-        nano_batch=message.nano_batch,
-        tick=message.tick,
-        sent_ticks=tuple(message.sent_ticks),
-        needed_ranks=frozenset(message.needed_ranks),
-    )
-
-
 def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
     """A job's state, for people."""
     return jobs_pb2.DescribeJobResponse(
@@ -382,7 +321,7 @@ def last_step_to_proto(job: Job) -> jobs_pb2.StepStatus | None:
 
 
 def _phase_to_proto(record: StepRecord, phase: Phase) -> jobs_pb2.PhaseStatus:
-    busy = sum(sum(measured.busy_seconds(phase)) for measured in record.servers.values())
+    busy = sum(sum(busy_seconds(each, phase)) for each in record.servers.values())
     return jobs_pb2.PhaseStatus(
         phase=phase.value,
         home_imbalance=record.plan.home_imbalance(phase) or 0.0,
@@ -397,24 +336,8 @@ def step_to_proto(record: StepRecord, plan: plan_pb2.Plan) -> jobs_pb2.GetStepRe
     return jobs_pb2.GetStepResponse(
         plan=plan,
         plan_seconds=record.plan_seconds,
-        servers=[
-            jobs_pb2.ServerMeasurement(
-                server_id=measured.server_id,
-                forward_busy_seconds=measured.forward_busy_seconds,
-                backward_busy_seconds=measured.backward_busy_seconds,
-                backward_layers=measured.backward_layers,
-            )
-            for _, measured in sorted(record.servers.items())
-        ],
-        ranks=[
-            jobs_pb2.RankMeasurement(
-                rank=measured.rank,
-                step_seconds=measured.step_seconds,
-                wait_seconds=measured.wait_seconds,
-                tokens=measured.tokens,
-            )
-            for _, measured in sorted(record.ranks.items())
-        ],
+        servers=[record.servers[server_id] for server_id in sorted(record.servers)],
+        ranks=[record.ranks[rank] for rank in sorted(record.ranks)],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -16,36 +16,17 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import Plan, imbalance
 from distca.v1 import jobs_pb2
+from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement
 
 MAX_MISSING = 64
 """Ranks that are named, of those whose manifest is missing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerMeasurement:
-    """Kernel seconds of one server in a step, per nano-batch, and how many layers ran backward."""
-
-    server_id: str
-    forward_busy_seconds: tuple[float, ...]
-    backward_busy_seconds: tuple[float, ...]
-    backward_layers: tuple[int, ...]
-
-    def busy_seconds(self, phase: Phase) -> tuple[float, ...]:
-        """Kernel seconds of ``phase``, per nano-batch."""
-        if phase is Phase.FORWARD:
-            return self.forward_busy_seconds
-        return self.backward_busy_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMeasurement:
-    """A rank's measurement of a step: wall seconds, and those of them in which it waited for core
-    attention; None if it does not know, as on a GPU."""
-
-    rank: int
-    step_seconds: float
-    wait_seconds: float | None
-    tokens: int
+def busy_seconds(measured: ServerMeasurement, phase: Phase) -> Sequence[float]:
+    """Kernel seconds of a server in ``phase``, per nano-batch."""
+    if phase is Phase.FORWARD:
+        return measured.forward_busy_seconds
+    return measured.backward_busy_seconds
 
 
 @dataclass
@@ -166,8 +147,8 @@ class StepRecord:
     @property
     def longest_wait_seconds(self) -> float | None:
         """The longest wait of a rank for core attention; None without reports."""
-        waits = (rank.wait_seconds for rank in self.ranks.values())
-        return max((seconds for seconds in waits if seconds is not None), default=None)
+        told = (rank for rank in self.ranks.values() if rank.HasField("wait_seconds"))
+        return max((rank.wait_seconds for rank in told), default=None)
 
     @property
     def runs_whole(self) -> bool:
@@ -210,15 +191,15 @@ class StepRecord:
         slots = self.plan.slots
         if slots is not None:
             busy = [
-                sum(sum(self.servers[name].busy_seconds(each)) for each in self.phases)
+                sum(sum(busy_seconds(self.servers[name], each)) for each in self.phases)
                 if name in self.servers
                 else 0.0
                 for name in (server.server_id for server in self.plan.servers)
             ]
             return None if self.forward_only else slots.measured_imbalance(np.array(busy))
-        idle = (0.0,) * self.plan.manifest.n_nano_batches
+        idle: Sequence[float] = (0.0,) * self.plan.manifest.n_nano_batches
         seconds = [
-            self.servers[server.server_id].busy_seconds(phase)
+            busy_seconds(self.servers[server.server_id], phase)
             if server.server_id in self.servers
             else idle
             for server in self.plan.servers

@@ -11,25 +11,8 @@ earlier state of the same order is behind, and never ahead. Pure state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Wait:
-    """The tick that a rank waits for.
-
-    Attributes:
-        step, nano_batch, tick: the tick that it has sent and has no reply of; ``tick`` is its place
-            in its lane.
-        sent_ticks: by nano-batch, how many ticks of the lane it has sent.
-        needed_ranks: whose rows the reply needs.
-    """
-
-    step: int
-    nano_batch: int
-    tick: int
-    sent_ticks: tuple[int, ...]
-    needed_ranks: frozenset[int]
+from distca.v1.jobs_pb2 import StepWaiting
 
 
 class Waits:
@@ -42,17 +25,19 @@ class Waits:
         """``rank`` has sent so many ticks of each lane of ``step``."""
         self._sent[rank] = (step, sent_ticks)
 
-    def wait(self, rank: int, wait: Wait, has_rows: Callable[[int, int], bool]) -> str:
-        """``rank`` says that it waits; the different orders of it and another rank, in words, or
-        nothing.
+    def wait(
+        self, rank: int, step: int, wait: StepWaiting, has_rows: Callable[[int, int], bool]
+    ) -> str:
+        """``rank`` says that it waits in ``step``; the different orders of it and another rank, in
+        words, or nothing.
 
         Args:
             has_rows: whether a rank has rows in a nano-batch: without, it sends none of its ticks.
         """
-        self.has_sent(rank, wait.step, wait.sent_ticks)
-        for other in sorted(wait.needed_ranks):
-            step, sent = self._sent.get(other, (-1, ()))
-            if step != wait.step or sent[wait.nano_batch] > wait.tick:
+        self.has_sent(rank, step, wait.sent_ticks)
+        for other in sorted(set(wait.needed_ranks)):
+            its, sent = self._sent.get(other, (-1, ()))
+            if its != step or sent[wait.nano_batch] > wait.tick:
                 continue
             first = wait.nano_batch
             for second, (mine, theirs) in enumerate(zip(wait.sent_ticks, sent, strict=True)):

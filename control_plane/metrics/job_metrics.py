@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.publication import Publication
-from control_plane.jobs.step import ReadyStep, StepRecord
+from control_plane.jobs.step import ReadyStep, StepRecord, busy_seconds
 from control_plane.metrics.server_metrics import PREFIX
 from control_plane.planner import at_home
 from core_attention.ca_task import Phase
@@ -230,7 +230,7 @@ class JobMetrics:
 
     def _predicted_over_measured(self, job: Job, record: StepRecord, phase: Phase) -> None:
         forecast = record.plan.forecast(phase)
-        measured = sum(sum(server.busy_seconds(phase)) for server in record.servers.values())
+        measured = sum(sum(busy_seconds(server, phase)) for server in record.servers.values())
         if forecast is not None and measured > 0:
             predicted = float(forecast.seconds.sum()) * job.spec.n_layers
             self._series.predicted_over_measured_ratio.labels(job.spec.name, phase).set(

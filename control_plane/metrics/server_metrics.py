@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from control_plane.jobs.membership import Member
-from control_plane.jobs.step import StepRecord
+from control_plane.jobs.step import StepRecord, busy_seconds
 from core_attention.ca_task import Phase
 from distca.metric_table import Label, Table, counter, gauge
 
@@ -89,7 +89,7 @@ class ServerMetrics:
         measured = record.servers[server_id]
         for phase in record.phases:
             self._series.server_busy_seconds_total.labels(server_id, phase).inc(
-                sum(measured.busy_seconds(phase))
+                sum(busy_seconds(measured, phase))
             )
             predicted = record.predicted_phase_seconds(phase, measured, n_layers)
             if predicted is not None:

@@ -14,20 +14,16 @@ from control_plane.access.fair_threads import FairThreads
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.event_streams import RankKey
+from control_plane.jobs.membership import checked_load
 from control_plane.jobs.requests import (
     description_from_proto,
     description_of_job,
     in_place_server_from_proto,
     joining_from_proto,
-    load_from_proto,
     manifest_from_proto,
-    progress_from_proto,
-    rank_measurement_from_proto,
-    server_measurement_from_proto,
     spec_from_proto,
     status_to_proto,
     step_to_proto,
-    wait_from_proto,
 )
 from control_plane.jobs.subscriptions import Subscription
 from distca.contract.codec import plan_to_proto
@@ -59,7 +55,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: Context
     ) -> membership_pb2.HeartbeatResponse:
-        member = self._coordinator.heartbeat(request.lease_id, load_from_proto(request.load))
+        member = self._coordinator.heartbeat(request.lease_id, checked_load(request.load))
         return membership_pb2.HeartbeatResponse(
             lease_seconds=self._coordinator.lease_seconds, draining=member.draining
         )
@@ -162,7 +158,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             request.rank_lease_id,
             next_step=request.next_step,
             sent_ticks=request.sent_ticks,
-            in_place_load=load_from_proto(request.in_place_load) if tells_load else None,
+            in_place_load=checked_load(request.in_place_load) if tells_load else None,
         )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
 
@@ -204,17 +200,11 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         kind = request.WhichOneof("measurement")
         if kind == "server":
             self._coordinator.report_server(
-                request.job_id,
-                request.lease_id,
-                request.step,
-                server_measurement_from_proto(request.server),
+                request.job_id, request.lease_id, request.step, request.server
             )
         elif kind == "rank":
             self._coordinator.report_rank(
-                request.job_id,
-                request.lease_id,
-                request.step,
-                rank_measurement_from_proto(request.rank),
+                request.job_id, request.lease_id, request.step, request.rank
             )
         elif kind == "given_up":
             self._coordinator.give_up_step(
@@ -225,7 +215,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             )
         elif kind == "waiting":
             self._coordinator.wait_in_step(
-                request.job_id, request.lease_id, wait_from_proto(request.step, request.waiting)
+                request.job_id, request.lease_id, request.step, request.waiting
             )
         else:
             raise InvalidRequestError(
@@ -252,10 +242,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         self, request: jobs_pb2.ReportProgressRequest, context: Context
     ) -> jobs_pb2.ReportProgressResponse:
         self._coordinator.report_progress(
-            request.job_id,
-            request.rank_lease_id,
-            request.epoch,
-            [progress_from_proto(step) for step in request.steps],
+            request.job_id, request.rank_lease_id, request.epoch, request.steps
         )
         return jobs_pb2.ReportProgressResponse()
 

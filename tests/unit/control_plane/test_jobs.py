@@ -18,13 +18,7 @@ from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
 from control_plane.jobs.publication import publish_step
 from control_plane.jobs.rank_leases import Patience
-from control_plane.jobs.step import (
-    FailedStep,
-    RankMeasurement,
-    ReadyStep,
-    ServerMeasurement,
-    StepRecord,
-)
+from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
 from control_plane.jobs.tensor_parallel import check_group
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
@@ -34,6 +28,7 @@ from core_attention.plan import PlanServer
 from core_attention.schedule import Schedule
 from core_attention.schedule_orders import SCHEDULES, gpipe
 from distca.contract.rpc_errors import Reason
+from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement
 from tests.support.errors import fails
 from tests.support.service_harness import (
     SHAPE,

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from control_plane.errors import InvalidRequestError
-from control_plane.jobs.membership import InPlace, Membership, ServerDescription, ServerLoad
+from control_plane.jobs.membership import InPlace, Membership, ServerDescription, checked_load
 from distca.contract.rpc_errors import Reason
+from distca.v1.membership_pb2 import ServerLoad
 from tests.support.errors import fails
 from tests.support.service_harness import linear_profile
 
@@ -127,7 +128,7 @@ def test_ranks_that_are_held_up_are_told_of_with_their_call(membership: Membersh
 )
 def test_impossible_load_is_refused(load: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError):
-        ServerLoad(**load)  # type: ignore[arg-type]
+        checked_load(ServerLoad(**load))  # type: ignore[arg-type]
 
 
 class MembershipMachine(RuleBasedStateMachine):

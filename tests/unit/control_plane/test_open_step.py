@@ -11,10 +11,10 @@ import pytest
 from control_plane.jobs.job import Job
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.open_step import JOIN_SECONDS, ROUND_JOIN_SECONDS, HandIn, OpenStep
-from control_plane.jobs.recovery import StepProgress
-from control_plane.jobs.step import FailedStep, RankMeasurement, ReadyStep
+from control_plane.jobs.step import FailedStep, ReadyStep
 from core_attention.manifest import RankManifest
 from core_attention.step_lane import placed
+from distca.v1.jobs_pb2 import RankMeasurement, StepProgress
 from tests.unit.control_plane.test_jobs import planned, spec
 
 N_LANES = 4

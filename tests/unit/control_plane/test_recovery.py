@@ -6,9 +6,10 @@ import pytest
 
 from control_plane.jobs.publication import first_ticks
 from control_plane.jobs.quarantine import Quarantine
-from control_plane.jobs.recovery import JobRecovery, StepProgress, is_finished
+from control_plane.jobs.recovery import JobRecovery, is_finished
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
+from distca.v1.jobs_pb2 import StepProgress
 
 
 def progress(step: int, *ticks: int, done: bool = False) -> StepProgress:
