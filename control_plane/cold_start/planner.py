@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from control_plane.cold_start.child import how_it_ended, start_child
-from control_plane.cold_start.uncompiled import UncompiledPlanners
+import numpy as np
+
+from control_plane.cold_start.child import Child
 from control_plane.planner import at_home, compiled
 from control_plane.planner.planners import PLANNERS, load, prepare
 from control_plane.planner.planning import PlanningOptions, PlanningServer
@@ -31,6 +33,14 @@ SLOW_SECONDS = default_seconds("late_plan_seconds")
 """A plan that takes longer uncompiled is the last one made so: it comes too late for its step."""
 SETTLE_SECONDS = 600.0
 """How long a plan that cannot leave documents at home waits for the machine code."""
+MOST_DEATHS = 2
+"""After so many the process that plans uncompiled is not started again."""
+NICENESS = 10
+"""The process that compiles may take longer where the machine has other things to do."""
+MOST_CHARACTERS = 300
+"""How much of an error of that process goes to the log."""
+NOTE = "planned uncompiled, while the planner's machine code is compiled"
+"""The end of such a plan's reason."""
 END_SECONDS = 5.0
 """How long closing waits for a process that was killed; only compiling in this one takes longer."""
 
@@ -59,7 +69,6 @@ class ColdPlanner:
 
     Args:
         name: the planner's.
-        uncompiled: runs it meanwhile.
         on_change: called with each new state, on any thread.
         on_failure: called each time that compiling has failed, likewise.
     """
@@ -67,14 +76,16 @@ class ColdPlanner:
     def __init__(
         self,
         name: str,
-        uncompiled: UncompiledPlanners,
         *,
         on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._planner = PLANNERS[name]
-        self._uncompiled = uncompiled
+        # Where numba compiles nothing.
+        self._uncompiled = Child({"NUMBA_DISABLE_JIT": "1"})
+        self._asking = threading.Lock()
+        self._n_deaths = 0
         self._is_slow = self._has_planned = False
         self._on_change = on_change
         self._on_failure = on_failure
@@ -82,7 +93,6 @@ class ColdPlanner:
         self._closing = threading.Event()
         # It is compiled, or will not be.
         self._settled = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self.state = PlannerState.IDLE
 
@@ -98,7 +108,7 @@ class ColdPlanner:
         """As :class:`Planner`."""
         self.start()
         if not (self._is_compiled or self._is_slow):
-            plan = self._plan_uncompiled(manifest, servers, shape, options, epoch=epoch)
+            plan = self._plan_uncompiled(manifest, servers, shape, options, epoch)
             if plan is not None:
                 return plan
         if not self._is_compiled:
@@ -111,16 +121,27 @@ class ColdPlanner:
                     raise
         return self._planner(manifest, servers, shape, options, epoch=epoch)
 
-    def _plan_uncompiled(self, *request: Any, epoch: int) -> Plan | None:
+    def _plan_uncompiled(self, *request: Any) -> Plan | None:
         """None if the planner is compiled meanwhile, ends, or no process can make the plan."""
         started = time.monotonic()
-        plan = self._uncompiled.plan(
-            self._name, *request, epoch=epoch, is_wanted=lambda: not self._is_over()
-        )
-        # The first plan may have waited for the process to start.
-        self._is_slow = self._has_planned and time.monotonic() - started > SLOW_SECONDS
-        self._has_planned = plan is not None
-        return plan
+        with self._asking:
+            while not self._is_over() and self._n_deaths < MOST_DEATHS:
+                try:
+                    plan: Plan | None = self._uncompiled.ask(
+                        plan_uncompiled,
+                        self._name,
+                        *request,
+                        is_wanted=lambda: not self._is_over(),
+                    )
+                except OSError as error:
+                    self._n_deaths += 1
+                    logger.error("the process that plans uncompiled %s", error)
+                    continue
+                # The first plan may have waited for the process to start.
+                self._is_slow = self._has_planned and time.monotonic() - started > SLOW_SECONDS
+                self._has_planned = True
+                return plan
+        return None
 
     def _is_over(self) -> bool:
         return self._closing.is_set() or self._is_compiled
@@ -146,17 +167,17 @@ class ColdPlanner:
                 target=self._compile, name=f"compile-{self._name}", daemon=True
             )
             self._thread.start()
-        self._uncompiled.start()
+        with self._asking, contextlib.suppress(OSError):
+            self._uncompiled.start()
 
     def close(self) -> None:
         """Plans no more, and compiles no more."""
         self._closing.set()
         self._settled.set()
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
         if self._thread is not None:
             self._thread.join(END_SECONDS)
+        with self._asking:
+            self._uncompiled.close()
 
     def _compile(self) -> None:
         started = time.monotonic()
@@ -197,7 +218,7 @@ class ColdPlanner:
                 return not failure
             self._on_failure()
             logger.error(
-                "the process that compiles planner %s %s (attempt %d of %d)",
+                "the process that compiles planner %s: %s (attempt %d of %d)",
                 self._name,
                 failure,
                 attempt + 1,
@@ -208,26 +229,34 @@ class ColdPlanner:
     def _compile_beside(self) -> str:
         """Compiles in another process, into the cache; how that failed, or nothing."""
         folder = compiled.cache_folder()
-        with self._lock:
-            if self._closing.is_set():
-                return "was not started"
-            try:
-                process = self._process = start_child(
-                    "control_plane.cold_start.compile_process",
-                    [self._name],
-                    {"NUMBA_CACHE_DIR": folder} if folder else {},
-                    stderr=subprocess.PIPE,
-                )
-            except OSError as error:
-                return f"could not be started: {error}"
-        assert process.stderr is not None
-        assert process.stdin is not None
-        with process, process.stdin, process.stderr:
-            stderr = process.stderr.read()
-            return how_it_ended(process, stderr) if process.wait() else ""
+        compiler = Child({"NUMBA_CACHE_DIR": folder} if folder else {}, NICENESS)
+        try:
+            compiler.ask(compile_planner, self._name, is_wanted=lambda: not self._closing.is_set())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+        finally:
+            compiler.close()
+        return ""
 
     def _become(self, state: PlannerState) -> None:
         self.state = state
         if state in (PlannerState.COMPILED, PlannerState.UNCOMPILED):
             self._settled.set()
         self._on_change(self._name, state)
+        if state is PlannerState.COMPILED:
+            with self._asking:
+                self._uncompiled.close()
+
+
+def compile_planner(name: str) -> None:
+    """Compiles planner ``name`` into numba's cache."""
+    prepare(PLANNERS[name])
+
+
+def plan_uncompiled(name: str, *request: Any) -> Plan:
+    """A plan of planner ``name``, where numba compiles nothing."""
+    *values, epoch = request
+    # Compiled integers wrap around in silence, and so do these.
+    with np.errstate(over="ignore"):
+        plan = PLANNERS[name](*values, epoch=epoch)
+    return dataclasses.replace(plan, reason=f"{plan.reason}; {NOTE}", tasks_are_valid=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from control_plane.cold_start.planner import ColdPlanner, PlannerState
-from control_plane.cold_start.uncompiled import UncompiledPlanners
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner
 
@@ -29,12 +28,8 @@ class ColdPlanners:
         on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._uncompiled = UncompiledPlanners()
-        self._on_change = on_change
         self._cold = {
-            name: ColdPlanner(
-                name, self._uncompiled, on_change=self._changed, on_failure=on_failure
-            )
+            name: ColdPlanner(name, on_change=on_change, on_failure=on_failure)
             for name, planner in planners.items()
             if PLANNERS.get(name) is planner
         }
@@ -54,10 +49,3 @@ class ColdPlanners:
         """Ends all processes; a plan in the making is dropped."""
         for planner in self._cold.values():
             planner.close()
-        self._uncompiled.close()
-
-    def _changed(self, name: str, state: PlannerState) -> None:
-        self._on_change(name, state)
-        busy = {PlannerState.COMPILING, PlannerState.UNCOMPILED}
-        if state is PlannerState.COMPILED and not any(p.state in busy for p in self._cold.values()):
-            self._uncompiled.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,14 @@ from typing import Any
 import pytest
 
 from control_plane.cold_start import planner as module
-from control_plane.cold_start.planner import ATTEMPTS, ColdPlanner, PlannerState
-from control_plane.cold_start.uncompiled import UncompiledPlanners
+from control_plane.cold_start.child import Child
+from control_plane.cold_start.planner import (
+    ATTEMPTS,
+    MOST_DEATHS,
+    ColdPlanner,
+    PlannerState,
+    compile_planner,
+)
 from control_plane.planner import at_home, compiled
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import PlanningOptions
@@ -24,55 +31,49 @@ from tests.support.waiting import eventually
 MANIFEST, SERVERS = stream_manifest([900, 200, 500, 30], 2), pool(2)
 
 
-class Uncompiled(UncompiledPlanners):
-    """No process: it gives :attr:`answer`, or else waits until nobody wants a plan.
-
-    Attributes:
-        can_plan: False: no process could be started.
-        answer: the plan that it makes.
-        n_asked: the plans that were wanted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.can_plan = True
-        self.answer: Plan | None = None
-        self.n_asked = 0
-
-    def start(self) -> None:
-        """There is no process."""
-
-    def plan(self, *args: Any, is_wanted: Callable[[], bool], **kwargs: Any) -> Plan | None:
-        self.n_asked += 1
-        while self.can_plan and self.answer is None and is_wanted():
-            time.sleep(0.01)
-        return self.answer
-
-
 class Machine:
-    """What a planner finds: a cache, and what becomes of processes that compile into it.
+    """What a planner finds: a cache, and processes that compile into it and plan uncompiled.
 
     Attributes:
         in_cache: whether the machine code is there.
         compiles: does what the compiling process does, and says how it failed.
+        can_plan: False: no process can be started that plans uncompiled.
+        answer: the plan that it makes; None: it waits until nobody wants it.
+        n_asked: the plans that were wanted.
         states, n_failures: what was told.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.in_cache = False
         self.compiles: Callable[[], str] = self.succeeds
+        self.can_plan = True
+        self.answer: Plan | None = None
+        self.n_asked = 0
         self.states: list[PlannerState] = []
         self.n_failures = 0
-        self.uncompiled = Uncompiled()
         monkeypatch.setattr(module, "load", lambda planner: self.in_cache)
         monkeypatch.setattr(module, "PAUSE_SECONDS", 0.0)
-        monkeypatch.setattr(ColdPlanner, "_compile_beside", lambda planner: self.compiles())
+        monkeypatch.setattr(Child, "start", lambda child: None)
+        monkeypatch.setattr(Child, "ask", self.ask)
         self.planner = ColdPlanner(
             "balanced",
-            self.uncompiled,
             on_change=lambda name, state: self.states.append(state),
             on_failure=self._failed,
         )
+
+    def ask(
+        self, work: Callable[..., Any], *args: Any, is_wanted: Callable[[], bool]
+    ) -> Plan | None:
+        if work is compile_planner:
+            if failure := self.compiles():
+                raise ChildProcessError(failure)
+            return None
+        self.n_asked += 1
+        if not self.can_plan:
+            raise OSError(errno.EAGAIN, "no more processes")
+        while self.answer is None and is_wanted():
+            time.sleep(0.01)
+        return self.answer
 
     def succeeds(self) -> str:
         self.in_cache = True
@@ -99,7 +100,7 @@ def test_machine_code_that_is_there_is_used(machine: Machine) -> None:
     machine.in_cache = True
     assert machine.plan().planner == "balanced"
     assert machine.states == [PlannerState.COMPILED]
-    assert not machine.uncompiled.n_asked
+    assert not machine.n_asked
 
 
 def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machine) -> None:
@@ -112,7 +113,7 @@ def test_a_plan_under_way_is_made_compiled_once_that_is_possible(machine: Machin
     machine.compiles = compiles
     with ThreadPoolExecutor(1) as thread:
         plan = thread.submit(machine.plan)
-        eventually(lambda: machine.uncompiled.n_asked == 1)
+        eventually(lambda: machine.n_asked == 1)
         go_on.set()
         assert plan.result(30.0).planner == "balanced"
 
@@ -122,17 +123,17 @@ def test_documents_stay_at_home_where_plans_made_uncompiled_are_slow(
 ) -> None:
     monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
     machine.compiles = lambda: "was killed by signal 9"
-    machine.uncompiled.answer = compiled_plan = PLANNERS["balanced"](
+    machine.answer = compiled_plan = PLANNERS["balanced"](
         MANIFEST, SERVERS, SHAPE, PlanningOptions(), epoch=0
     )
     # The first one may have waited for the process.
     assert [machine.plan() for _ in range(2)] == [compiled_plan] * 2
     assert machine.plan().planner == at_home.NAME
-    assert machine.uncompiled.n_asked == 2
+    assert machine.n_asked == 2
 
 
 def test_documents_stay_at_home_where_nothing_plans_uncompiled(machine: Machine) -> None:
-    machine.uncompiled.can_plan = False
+    machine.can_plan = False
     go_on = threading.Event()
 
     def compiles() -> str:
@@ -141,6 +142,7 @@ def test_documents_stay_at_home_where_nothing_plans_uncompiled(machine: Machine)
 
     machine.compiles = compiles
     assert machine.plan().planner == at_home.NAME
+    assert machine.n_asked == MOST_DEATHS
     go_on.set()
     machine.settle(PlannerState.COMPILED)
     assert machine.plan().planner == "balanced"
@@ -155,7 +157,7 @@ def test_a_compiler_that_dies_is_tried_again(
     machine.planner.start()
     machine.settle(PlannerState.COMPILED)
     assert machine.n_failures == 1
-    assert "planner balanced was killed by signal 9 (attempt 1 of 3)" in caplog.text
+    assert "was killed by signal 9 (attempt 1 of 3)" in caplog.text
 
 
 def test_after_some_attempts_it_stays_uncompiled_and_says_so_once(
@@ -202,7 +204,7 @@ def test_a_temporary_folder_is_said_once(
 def test_what_fits_on_no_server_whole_waits_for_the_planner(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    machine.uncompiled.can_plan = False
+    machine.can_plan = False
     go_on = threading.Event()
 
     def refuse(*_: Any, **__: Any) -> Plan:

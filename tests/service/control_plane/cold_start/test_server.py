@@ -13,7 +13,7 @@ import grpc
 import psutil
 import pytest
 
-from control_plane.cold_start.uncompiled_process import NOTE
+from control_plane.cold_start.planner import NOTE
 from control_plane.planner import at_home
 from distca.contract.codec import plan_from_proto
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2
@@ -61,8 +61,9 @@ def test_it_plans_while_the_planner_compiles(
             watcher.cancel()
         # The latter where the process that plans takes long to start.
         assert plan.reason.endswith(NOTE) or plan.planner == at_home.NAME
-        assert len(children) == 2
+        assert len(children) >= 2
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert not any(child.is_running() for child in children)
+    # Multiprocessing's own process sees a moment later that nobody is left.
+    assert psutil.wait_procs(children, 30)[1] == []

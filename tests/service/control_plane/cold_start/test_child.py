@@ -1,23 +1,28 @@
-"""The process that plans while nothing is compiled makes the same plans."""
+"""Processes beside the control plane; the one that plans uncompiled makes the same plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
+import psutil
 import pytest
 
-from control_plane.cold_start.uncompiled import MOST_DEATHS, UncompiledPlanners
-from control_plane.cold_start.uncompiled_process import NOTE
+from control_plane.cold_start.child import Child
+from control_plane.cold_start.planner import NOTE, plan_uncompiled
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from tests.support.planning_cases import SHAPE, in_place, pool, stream_manifest
+from tests.support.waiting import eventually
 
 LENGTHS = [9000, 200, 5000, 30, 700, 8000, 1, 20_000, 64, 3000]
 
@@ -30,14 +35,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def uncompiled() -> Iterator[UncompiledPlanners]:
-    planners = UncompiledPlanners()
-    yield planners
-    planners.close()
+def uncompiled() -> Iterator[Child]:
+    child = Child({"NUMBA_DISABLE_JIT": "1"})
+    yield child
+    child.close()
 
 
 def planned(
-    planners: UncompiledPlanners,
+    child: Child,
     name: str,
     manifest: Manifest,
     servers: list[PlanningServer],
@@ -45,21 +50,16 @@ def planned(
     *,
     wanted: bool = True,
 ) -> Plan | None:
-    return planners.plan(
-        name,
-        manifest,
-        servers,
-        SHAPE,
-        options or PlanningOptions(tolerance=0.05),
-        epoch=7,
-        is_wanted=lambda: wanted,
-    )
+    options = options or PlanningOptions(tolerance=0.05)
+    request = name, manifest, servers, SHAPE, options, 7
+    plan: Plan | None = child.ask(plan_uncompiled, *request, is_wanted=lambda: wanted)
+    return plan
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", sorted(PLANNERS))
 def test_plans_are_the_compiled_planners_to_the_bit(
-    uncompiled: UncompiledPlanners, name: str, case: str
+    uncompiled: Child, name: str, case: str
 ) -> None:
     manifest, servers = CASES[case]
     plan = planned(uncompiled, name, manifest, servers)
@@ -73,7 +73,7 @@ def test_plans_are_the_compiled_planners_to_the_bit(
             assert np.array_equal(getattr(ours, field.name), getattr(theirs, field.name)), table
 
 
-def test_a_planners_refusal_comes_back(uncompiled: UncompiledPlanners) -> None:
+def test_a_planners_refusal_comes_back(uncompiled: Child) -> None:
     manifest, _ = CASES["in place"]
     servers = in_place(4, capacity_rows=10)
     with pytest.raises(PlanError) as expected:
@@ -83,26 +83,37 @@ def test_a_planners_refusal_comes_back(uncompiled: UncompiledPlanners) -> None:
     assert str(refused.value) == str(expected.value)
 
 
-def test_nothing_waits_for_a_plan_that_nobody_wants(uncompiled: UncompiledPlanners) -> None:
-    assert planned(uncompiled, "balanced", *CASES["pool"], wanted=False) is None
+def test_nothing_waits_for_an_answer_that_nobody_wants() -> None:
+    child = Child({})
+    assert child.ask(time.sleep, 3600.0, is_wanted=lambda: False) is None
+    assert child.close() == "was not started"
 
 
-def test_a_process_that_dies_is_started_again_and_then_no_more(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    planners = UncompiledPlanners()
+def test_a_process_that_dies_is_started_again() -> None:
+    child = Child({})
     try:
-        for _ in range(MOST_DEATHS):
-            planners.start()
-            process = planners._process
-            assert process is not None
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            plan = planned(planners, "balanced", *CASES["pool"])
-        assert plan is None
+        with pytest.raises(ChildProcessError, match="was killed by signal 9"):
+            child.ask(signal.raise_signal, signal.SIGKILL, is_wanted=lambda: True)
+        with pytest.raises(ChildProcessError, match="exited with code 3"):
+            child.ask(os._exit, 3, is_wanted=lambda: True)
+        assert child.ask(os.getppid, is_wanted=lambda: True) == os.getpid()
     finally:
-        planners.close()
-    assert (
-        caplog.messages
-        == ["the process that plans uncompiled was killed by signal 9"] * MOST_DEATHS
-    )
+        child.close()
+
+
+PARENT = """
+import os, time
+from control_plane.cold_start.child import Child
+child = Child({})
+print(child.ask(os.getpid, is_wanted=lambda: True), flush=True)
+child.ask(time.sleep, 3600.0, is_wanted=lambda: True)
+"""
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    eventually(lambda: not child.is_running(), 30.0)
