@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Hazards:
         self._model, self._device, self._folder = model, device, folder
         self._step, self._loss = 0, torch.zeros(())
         self._matrix = torch.eye(SIDE, device=device)
-        self._batches: Sequence[Mapping[str, Any]] = []
+        self._batch: Mapping[str, Any] = {}
         self._at = {place: getattr(self, f"_{what}") for place, what in ACTIONS[name].items()}
         self._hook(model.model.layers[0].mlp)
 
@@ -53,8 +53,8 @@ class Hazards:
         if "tensor_hook" in self._at:
             part.register_forward_hook(on_tensor)
 
-    def before_step(self, step: int, batches: Sequence[Mapping[str, Any]]) -> None:
-        self._step, self._batches = step, batches
+    def before_step(self, step: int, batch: Mapping[str, Any]) -> None:
+        self._step, self._batch = step, batch
         self._do("before_step")
 
     def after_forward(self, loss: torch.Tensor) -> None:
@@ -62,12 +62,8 @@ class Hazards:
         self._do("after_forward")
 
     def after_backward(self) -> None:
-        """Still inside the session's step."""
+        """Before the optimiser's step."""
         self._do("after_backward")
-
-    def after_step(self) -> None:
-        """Before the optimiser's."""
-        self._do("after_step")
 
     def after_update(self) -> None:
         self._do("after_update")
@@ -119,6 +115,6 @@ class Hazards:
         """With core attention at home."""
         self._model.eval()
         with torch.no_grad():
-            batch = self._batches[0].items()
+            batch = self._batch.items()
             self._model(**{name: tensor.to(self._device) for name, tensor in batch})
         self._model.train()

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 ACTIONS: dict[str, dict[str, str]] = {
     "none": {},
-    "item-inside": {"after_forward": "item"},
-    "item-after": {"after_step": "item"},
-    "synchronize-inside": {"after_forward": "synchronize", "after_backward": "synchronize"},
-    "synchronize-after": {"after_step": "synchronize"},
-    "empty-cache-inside": {"after_forward": "empty_cache", "after_backward": "empty_cache"},
-    "empty-cache-after": {"after_step": "empty_cache"},
+    "item-before-backward": {"after_forward": "item"},
+    "item-after-backward": {"after_backward": "item"},
+    "synchronize-before-backward": {"after_forward": "synchronize"},
+    "synchronize-after-backward": {"after_backward": "synchronize"},
+    "empty-cache-before-backward": {"after_forward": "empty_cache"},
+    "empty-cache-after-backward": {"after_backward": "empty_cache"},
     "adamw-fused": {},
     "adamw-foreach": {},
-    "clip-gradients": {"after_step": "clip"},
+    "clip-gradients": {"after_backward": "clip"},
     "compile-a-layer": {"before_step": "compile"},
     "svd-in-forward": {"forward_hook": "svd"},
     "fft-in-backward": {"tensor_hook": "fft"},
@@ -26,7 +26,6 @@ ACTIONS: dict[str, dict[str, str]] = {
     "evaluation": {"after_update": "evaluate"},
     "metric-before-backward": {"after_forward": "reduce_metric"},
     "metric-after-backward": {"after_backward": "reduce_metric"},
-    "metric-after-step": {"after_step": "reduce_metric"},
     "metric-in-forward-hook": {"forward_hook": "reduce_metric"},
     "accumulation": {},
 }
@@ -36,16 +35,16 @@ WRAPPERS = ("ddp", "fsdp", "own")
 """DistributedDataParallel, FSDP2, and an all-reduce of the loop's own after the backward pass."""
 
 _PLACEMENTS = ("in-place", "in-place", "mixed")
-_LANES = (2, 1, 2, 1, 4)
+_TURNS = (2, 1, 2, 1, 1)
 
 MORE = (
     ("none", "ddp", "in-place", 1),
     ("none", "ddp", "mixed", 2),
     ("none", "fsdp", "mixed", 1),
-    ("none", "own", "in-place", 4),
+    ("none", "own", "in-place", 1),
     ("adamw-fused", "ddp", "in-place", 1),
     ("adamw-fused", "ddp", "mixed", 2),
-    ("svd-in-forward", "ddp", "mixed", 4),
+    ("svd-in-forward", "ddp", "mixed", 2),
     ("metric-in-forward-hook", "ddp", "mixed", 1),
 )
 """Further ones, where one of these choices may matter alone."""
@@ -58,29 +57,29 @@ class Combination:
     Attributes:
         hazard: of :data:`ACTIONS`.
         wrapper: of :data:`WRAPPERS`.
-        placement: of the session.
-        lanes: nano-batches of a step.
+        placement: of the job.
+        turns: parts of a row that take turns.
     """
 
     hazard: str
     wrapper: str
     placement: str
-    lanes: int
+    turns: int
 
     @property
     def name(self) -> str:
         """Also of its job."""
-        return f"{self.hazard}-{self.wrapper}-{self.placement}-{self.lanes}"
+        return f"{self.hazard}-{self.wrapper}-{self.placement}-{self.turns}"
 
 
 def combinations() -> list[Combination]:
-    """Every hazard under every wrapper, placements and lanes in turn, and :data:`MORE`."""
+    """Every hazard under every wrapper, placements and turns alternating, and :data:`MORE`."""
     crossed = [
         Combination(
             hazard,
             wrapper,
             _PLACEMENTS[(row + column) % len(_PLACEMENTS)],
-            _LANES[(row + 2 * column) % len(_LANES)],
+            _TURNS[(row + 2 * column) % len(_TURNS)],
         )
         for row, hazard in enumerate(ACTIONS)
         for column, wrapper in enumerate(WRAPPERS)

@@ -1,5 +1,5 @@
-"""One rank of a combination: a user's loop, and what it does beside; then all
-gradients compared with those of an ordinary model that runs each document alone in a wider dtype.
+"""One rank of a combination: a user's loop around an attached model, and what it does beside; then
+all gradients compared with those of an ordinary model, as ``distca train --verify`` does.
 
 python -m tests.cluster.gpu_loops.rank SETTINGS
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 
-import trainer_client.models.transformers  # noqa: F401  registers "distca"
+import distca
 from benchmarks.rank_group import begin_rank
 from core_attention.shape import AttentionShape
-from distca.apps.train.verify import relative_difference
+from distca.apps.train.verify import WIDER, Verifier
 from tests.cluster.gpu_loops.hazards import Hazards
 from tests.cluster.gpu_loops.matrix import Combination
-from tests.support.loops import PingPong, submitted
-from trainer_client import Session, SessionOptions, labels_per_rank, prepare_fsdp
-from trainer_client.turns.parts import split_documents
+from tests.support.cluster import on_this_host
 
 N_RANKS, N_STEPS = 2, 5
 HEADS, KV_HEADS = 8, 4
 HEAD_DIM = {"cuda": 128, "cpu": 16}
-QUIET = 1e-3
-"""Differences count relative to a parameter's largest gradient, but to no less than this part of
-the largest of all, as in ``--verify``: gradients of queries and keys may be sums that cancel."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,6 @@ class Settings:
     device: str
     tokens: int
 
-    @property
-    def wider(self) -> torch.dtype:
-        return torch.float32 if self.device == "cuda" else torch.float64
-
 
 def shape_of(device: str) -> AttentionShape:
     """Of core attention on that type of device."""
@@ -73,9 +64,9 @@ def shape_of(device: str) -> AttentionShape:
     )
 
 
-def config(device: str) -> LlamaConfig:
+def make_model(device: str, implementation: str, dtype: str) -> Any:
     hidden = HEADS * HEAD_DIM[device]
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=512,
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
@@ -85,6 +76,12 @@ def config(device: str) -> LlamaConfig:
         max_position_embeddings=2**15,
         use_cache=False,
     )
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(
+        config, attn_implementation=implementation, dtype=getattr(torch, dtype)
+    )
+    return model.to(device)
 
 
 def documents(step: int, rank: int, tokens: int) -> list[torch.Tensor]:
@@ -94,17 +91,6 @@ def documents(step: int, rank: int, tokens: int) -> list[torch.Tensor]:
     short = max(tokens // 24, 2)
     lengths = ([long] if long else []) + [short] * ((tokens - long) // short)
     return [torch.randint(8, 512, (n,), generator=generator) for n in lengths]
-
-
-def loader(rank: int, tokens: int, lanes: int) -> Iterator[list[dict[str, Any]]]:
-    collator: Any = DataCollatorWithFlattening  # without annotations
-    pack = collator()
-    for step in range(N_STEPS):
-        left = documents(step, rank, tokens)
-        nano_batches = []
-        for lengths in split_documents([len(each) for each in left], lanes):
-            nano_batches.append(pack([{"input_ids": left.pop(0)} for _ in lengths]))
-        yield nano_batches
 
 
 class Kept:
@@ -152,7 +138,7 @@ def _of_all_ranks(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Loop:
-    """A user's loop, with nano-batches of its own.
+    """A user's loop.
 
     Args:
         settings: of the rank.
@@ -163,25 +149,15 @@ class Loop:
     def __init__(self, settings: Settings, rank: int, device: torch.device) -> None:
         self._settings, self._rank, self._device = settings, rank, device
         self._combination = chosen = Combination(**settings.combination)
-        torch.manual_seed(0)
-        auto: Any = AutoModelForCausalLM
-        self._model = auto.from_config(
-            config(settings.device),
-            attn_implementation="distca",
-            dtype=getattr(torch, shape_of(settings.device).dtype),
-        )
-        self._model.to(device)
-        self._options = SessionOptions.for_model(
+        self._dtype = shape_of(settings.device).dtype
+        self._model = make_model(settings.device, "distca", self._dtype)
+        self._attached = distca.attach(
             self._model,
             control_plane=settings.control_plane,
             job=chosen.name,
-            rank=rank,
-            n_ranks=N_RANKS,
-            n_nano_batches=chosen.lanes,
             placement=chosen.placement,
-            data_host="127.0.0.1",
-            one_host=True,
-            profile_dir=Path(settings.profiles),
+            turns=chosen.turns,
+            **on_this_host(Path(settings.profiles)),
         )
         self._wrapped = self._wrap()
         fused = True if chosen.hazard == "adamw-fused" else None
@@ -193,49 +169,49 @@ class Loop:
         self._hazards = Hazards(chosen.hazard, self._model, device, folder)
         self._kept = Kept(self._model)
         self._losses: list[torch.Tensor] = []
-        self._reports: list[Any] = []
+        length = 2 if chosen.hazard == "accumulation" else 1
+        self._rounds = [
+            range(begin, min(begin + length, N_STEPS)) for begin in range(0, N_STEPS, length)
+        ]
 
     def _wrap(self) -> Any:
         if self._combination.wrapper == "fsdp":
-            for layer in self._model.model.layers:
-                fully_shard(layer)
-            fully_shard(self._model)
-            prepare_fsdp(self._model)
-        ping_pong = PingPong(self._model)
+            for unit in (*self._model.model.layers, self._model):
+                fully_shard(unit)
         if self._combination.wrapper == "ddp":
-            return DistributedDataParallel(ping_pong)
-        return ping_pong
+            return DistributedDataParallel(self._model)
+        return self._model
 
-    def _reduces(self, step: int) -> bool:
-        """Whether the step ends an accumulation of gradients."""
-        return self._combination.hazard != "accumulation" or step % 2 == 1 or step == N_STEPS - 1
+    def _held(self, steps: Sequence[int], rank: int) -> list[list[torch.Tensor]]:
+        return [documents(step, rank, self._settings.tokens) for step in steps]
 
-    def _accumulating(self, step: int) -> Any:
-        """A block for forward and backward."""
-        if self._combination.wrapper == "fsdp":
-            self._model.set_requires_gradient_sync(self._reduces(step))
-        elif self._combination.wrapper == "ddp" and not self._reduces(step):
-            return self._wrapped.no_sync()
-        return nullcontext()
+    def _labels(self, steps: Sequence[int]) -> int:
+        """Of all ranks."""
+        of_ranks = [self._held(steps, rank) for rank in range(N_RANKS)]
+        return sum(len(each) - 1 for held in of_ranks for step in held for each in step)
 
     def run(self) -> None:
-        batches_of_ranks = loader(self._rank, self._settings.tokens, self._combination.lanes)
-        with Session.open(self._options) as session:
-            for step, nano_batches in submitted(session, batches_of_ranks):
-                self._hazards.before_step(step, nano_batches)
-                with session.step(step) as running, self._accumulating(step):
-                    labels = labels_per_rank(nano_batches, device=self._device)
-                    batches = self._on_device(nano_batches, labels)
-                    loss = sum(output.loss for output in self._wrapped(batches))
-                    assert isinstance(loss, torch.Tensor)
-                    self._hazards.after_forward(loss)
-                    loss.backward()
-                    self._hazards.after_backward()
-                self._losses.append(loss.detach())
-                self._reports.append(running.report)
-                if self._reduces(step):
-                    self._update(step)
-                self._hazards.after_update()
+        for steps in self._rounds:
+            labels = torch.tensor(self._labels(steps) / N_RANKS, device=self._device)
+            for step in steps:
+                self._train(step, labels, is_last=step == steps[-1])
+            self._update(steps[-1])
+
+    def _train(self, step: int, labels: torch.Tensor, *, is_last: bool) -> None:
+        collator: Any = DataCollatorWithFlattening  # without annotations
+        (held,) = self._held([step], self._rank)
+        batch = collator()([{"input_ids": each} for each in held])
+        self._hazards.before_step(step, batch)
+        wrapper = self._combination.wrapper
+        if wrapper == "fsdp":
+            self._model.set_requires_gradient_sync(is_last)
+        with self._wrapped.no_sync() if wrapper == "ddp" and not is_last else nullcontext():
+            on_device = {name: tensor.to(self._device) for name, tensor in batch.items()}
+            loss = self._wrapped(**on_device, num_items_in_batch=labels).loss
+            self._hazards.after_forward(loss)
+            loss.backward()
+        self._hazards.after_backward()
+        self._losses.append(loss.detach())
 
     def _update(self, step: int) -> None:
         if self._combination.wrapper == "own":
@@ -243,93 +219,37 @@ class Loop:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= N_RANKS
         self._kept.note(step)
-        self._hazards.after_step()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _on_device(self, nano_batches: Any, labels: Any) -> list[dict[str, Any]]:
-        return [
-            {name: tensor.to(self._device) for name, tensor in batch.items()}
-            | {"num_items_in_batch": labels}
-            for batch in nano_batches
-        ]
+        self._hazards.after_update()
 
     def findings(self) -> dict[str, Any]:
-        """Once the loop is over; all ranks call it together, and rank 0 compares."""
+        """Once the loop is over; all ranks call it together."""
+        session: Any = self._attached.session
+        counted: dict[str, float] = {}
+        for family in session.metrics_registry.collect():
+            for sample in family.samples:
+                counted[sample.name] = counted.get(sample.name, 0.0) + sample.value
+        self._attached.close()
         losses = torch.stack(self._losses).float()
         dist.all_reduce(losses)
-        reference = None if self._rank else Reference(self._settings, self._device)
-        compared, begin = [], 0
-        for step in filter(self._reduces, range(N_STEPS)):
-            kept = self._kept.whole(step)
-            if reference is not None:
-                steps = range(begin, step + 1)
-                compared.append(reference.compare(steps, losses[begin : step + 1] / N_RANKS, kept))
-            begin = step + 1
+        local = make_model(self._settings.device, "sdpa", WIDER[self._dtype])
+        names = [name for name, _ in local.named_parameters()]
+        verifier = Verifier(local, self._dtype)
+        for steps in self._rounds:
+            kept = self._kept.whole(steps[-1])
+            verifier.compare(
+                [each.to(self._device) for held in self._held(steps, self._rank) for each in held],
+                self._labels(steps),
+                float(losses[list(steps)].sum()) / N_RANKS,
+                {name: weight for name, (weight, _) in zip(names, kept, strict=True)},
+                [(name, gradient) for name, (_, gradient) in zip(names, kept, strict=True)],
+            )
         return {
-            "compared": compared,
-            "sent_bytes": sum(report.sent_bytes for report in self._reports),
-            "recoveries": sum(report.recoveries for report in self._reports),
-            "replayed_ticks": sum(report.replayed_ticks for report in self._reports),
-            "step_seconds": [round(report.step_seconds, 2) for report in self._reports],
+            **asdict(verifier.result),
+            "sent_bytes": counted["distca_data_plane_sent_bytes_total"],
+            "recoveries": counted["distca_trainer_recovery_seconds_count"],
         }
-
-
-class Reference:
-    """An ordinary model: every document alone, SDPA, in a wider dtype."""
-
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        auto: Any = AutoModelForCausalLM
-        self._tokens, self._device = settings.tokens, device
-        self._model = auto.from_config(
-            config(settings.device), attn_implementation="sdpa", dtype=settings.wider
-        )
-        self._model.to(device)
-
-    def compare(
-        self,
-        steps: Sequence[int],
-        losses: torch.Tensor,
-        kept: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> dict[str, Any]:
-        """The largest relative differences of the losses of ``steps`` and their gradients' sum.
-
-        Args:
-            steps: between two updates.
-            losses: of each, the mean over all labels.
-            kept: weights and gradients, of all ranks.
-        """
-        named = list(self._model.named_parameters())
-        with torch.no_grad():
-            for (_, mine), (weight, _) in zip(named, kept, strict=True):
-                mine.copy_(weight)
-        self._model.zero_grad()
-        off = 0.0
-        for step, loss in zip(steps, losses.tolist(), strict=True):
-            right = self._backward(step)
-            off = max(off, abs(loss - right) / right)
-        largest = max(float(mine.grad.abs().max()) for _, mine in named)
-        differences = {
-            name: relative_difference(gradient, mine.grad, floor=QUIET * largest)
-            for (name, mine), (_, gradient) in zip(named, kept, strict=True)
-        }
-        parameter = max(
-            differences,
-            key=lambda name: (differences[name] != differences[name], differences[name]),
-        )
-        return {"loss": off, "gradient": differences[parameter], "parameter": parameter}
-
-    def _backward(self, step: int) -> float:
-        held = [each for rank in range(N_RANKS) for each in documents(step, rank, self._tokens)]
-        labels, total = sum(len(each) - 1 for each in held), 0.0
-        for document in held:
-            ids = document.to(self._device)[None]
-            logits = self._model(input_ids=ids).logits[0, :-1]
-            summed = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
-            loss = summed / labels
-            loss.backward()
-            total += float(loss.detach())
-        return total
 
 
 def main(settings: Settings) -> None:
