@@ -32,37 +32,11 @@
 {{- end }}
 
 {{/* Pods of a StatefulSet carry its name and a hash of 10 characters in one label, of 63 characters at
-     most. A LeaderWorkerSet has another StatefulSet for the workers of each group, called by its index;
-     a name that is cut has room for a million groups. */}}
+     most. */}}
 {{- define "distca.attentionNode.name" -}}
-{{- $fit := 63 }}
-{{- $most := 63 }}
-{{- with .Values.attentionNode }}
-{{- if eq .kind "StatefulSet" }}
-{{- $fit = 52 }}
-{{- $most = 52 }}
-{{- else if eq .kind "LeaderWorkerSet" }}
-{{- $fit = ternary 50 52 (gt (int .leaderWorkerSet.size) 1) }}
-{{- $most = 45 }}
+{{- $fit := ternary 52 63 (eq .Values.attentionNode.kind "StatefulSet") }}
+{{- include "distca.fittingName" (dict "root" . "ending" "-attention-node" "fit" $fit "most" $fit) }}
 {{- end }}
-{{- end }}
-{{- include "distca.fittingName" (dict "root" . "ending" "-attention-node" "fit" $fit "most" $most) }}
-{{- end }}
-
-{{/* Characters that the name of a JobSet may have, those of its pods being NAME-node-0-INDEX-HASH. */}}
-{{- define "distca.exampleJob.fit" -}}
-{{ sub 49 (sub (int .Values.exampleJob.nodes) 1 | toString | len) }}
-{{- end }}
-
-{{/* Of the TrainJob, its runtime and the JobSet that Kubeflow Trainer makes of them. */}}
-{{- define "distca.exampleJob.trainJobName" -}}
-{{- $fit := include "distca.exampleJob.fit" . }}
-{{- include "distca.fittingName" (dict "root" . "ending" "-example" "fit" $fit "most" $fit) }}
-{{- end }}
-
-{{/* The job's name for the control plane, and the folder of its checkpoints; an upgrade that makes
-     another JobSet goes on in it. */}}
-{{- define "distca.exampleJob.run" -}}{{ include "distca.fullname" . }}-example{{- end }}
 
 {{- define "distca.controlPlane.serviceAccount" -}}
 {{- with .Values.controlPlane.serviceAccount }}
@@ -89,23 +63,26 @@
 {{ .Values.controlPlane.tokenSecret.name | default (printf "%s-token" (include "distca.controlPlane.name" .)) }}
 {{- end }}
 
-{{/* Pods that one of the pool's replicas stands for: those of a group, or one. */}}
-{{- define "distca.attentionNode.podsPerReplica" -}}
-{{- with .Values.attentionNode }}
-{{- if eq .kind "LeaderWorkerSet" }}{{ int64 .leaderWorkerSet.size }}{{ else }}1{{ end }}
+{{/* How pods of a component spread over machines, if that can be had. Arguments: own (constraints that
+     stand instead), labels (arguments of the component's labels). */}}
+{{- define "distca.spread" -}}
+{{- if .own }}
+{{- toYaml .own }}
+{{- else -}}
+- topologyKey: kubernetes.io/hostname
+  maxSkew: 1
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "distca.selectorLabels" .labels | nindent 6 }}
 {{- end }}
 {{- end }}
 
 {{/* How many pods the pool has at most; empty where the machines decide. */}}
 {{- define "distca.attentionNode.mostPods" -}}
-{{- $each := include "distca.attentionNode.podsPerReplica" . | int }}
-{{- if .Values.autoscaling.enabled }}{{ mul .Values.autoscaling.maxReplicas $each }}
-{{- else if ne .Values.attentionNode.kind "DaemonSet" }}{{ mul .Values.attentionNode.replicas $each }}
+{{- if .Values.autoscaling.enabled }}{{ int64 .Values.autoscaling.maxReplicas }}
+{{- else if ne .Values.attentionNode.kind "DaemonSet" }}{{ int64 .Values.attentionNode.replicas }}
 {{- end }}
-{{- end }}
-
-{{- define "distca.attentionNode.apiVersion" -}}
-{{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq .Values.attentionNode.kind "LeaderWorkerSet") }}
 {{- end }}
 
 {{/* How many of some pods a number or a percentage stands for, rounded up as Kubernetes does for
@@ -167,8 +144,9 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* Labels that another version of the chart leaves as they are. Arguments: root, component. */}}
-{{- define "distca.steadyLabels" -}}
+{{/* Labels of pods: another version of the chart leaves them as they are, and with them the pods.
+     Arguments: root, component. */}}
+{{- define "distca.podLabels" -}}
 {{ include "distca.selectorLabels" . }}
 app.kubernetes.io/part-of: distca
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
@@ -179,7 +157,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 
 {{/* Arguments: root, component. */}}
 {{- define "distca.labels" -}}
-{{ include "distca.steadyLabels" . }}
+{{ include "distca.podLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end }}
@@ -273,49 +251,29 @@ requests:
   {{- include "distca.resourceList" (dict "root" .root "base" .resources.requests "gpus" .gpus "servers" .servers) | nindent 2 }}
 limits:
   {{- include "distca.resourceList" (dict "root" .root "base" .resources.limits "gpus" .gpus "servers" .servers) | nindent 2 }}
-{{- if gt (int .gpus) 0 }}
-{{- $claims := list }}
-{{- if .root.Values.gpu.dra.enabled }}
-{{- range .claims }}{{ $claims = append $claims (dict "name" .) }}{{ end }}
-{{- end }}
-{{- if .root.Values.gpu.computeDomain.enabled }}{{ $claims = append $claims (dict "name" "imex") }}{{ end }}
-{{- with $claims }}
+{{- if and (gt (int .gpus) 0) .root.Values.gpu.dra.enabled }}
 claims:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- range .claims }}
+  - name: {{ . }}
+  {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Claims of a pod for what DRA hands out: GPUs by templates of the release, and a channel of IMEX,
-     by which GPUs of several hosts share memory over NVLink. Arguments: root, gpus (of a container),
-     claims (names, one for each container with GPUs), component. */}}
+{{/* Claims of a pod for GPUs that DRA hands out. Arguments: root, gpus (of a server), claims (names, one
+     for each server). */}}
 {{- define "distca.resourceClaims" -}}
-{{- $root := .root }}
-{{- if gt (int .gpus) 0 }}
-{{- $claims := list }}
-{{- if $root.Values.gpu.dra.enabled }}
-{{- $template := include "distca.gpuClaimTemplate" . }}
-{{- range .claims }}
-{{- $claims = append $claims (dict "name" . "resourceClaimTemplateName" $template) }}
-{{- end }}
-{{- end }}
-{{- if $root.Values.gpu.computeDomain.enabled }}
-{{- $claims = append $claims (dict "name" "imex" "resourceClaimTemplateName" (include "distca.imexClaimTemplate" $root)) }}
-{{- end }}
-{{- with $claims -}}
+{{- if and (gt (int .gpus) 0) .root.Values.gpu.dra.enabled -}}
+{{- $template := include "distca.gpuClaimTemplate" .root -}}
 resourceClaims:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- range .claims }}
+  - name: {{ . }}
+    resourceClaimTemplateName: {{ $template }}
+  {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Arguments: root, component. */}}
 {{- define "distca.gpuClaimTemplate" -}}
-{{ include "distca.fullname" .root }}-{{ .component }}-gpu
-{{- end }}
-
-{{- define "distca.imexClaimTemplate" -}}
-{{ include "distca.fullname" . }}-imex
+{{ include "distca.fullname" . }}-attention-node-gpu
 {{- end }}
 
 {{/* Networks */}}

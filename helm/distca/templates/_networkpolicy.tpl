@@ -27,15 +27,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   {{- end }}
 {{- end }}
 
-{{/* The names of the metrics ports of a pod of a job, one a rank, as a JSON list. The example job's
-     pods may have more ranks than other jobs'. */}}
+{{/* The names of the metrics ports of a pod of a job, one a rank, as a JSON list. */}}
 {{- define "distca.jobMetricsPorts" -}}
-{{- $ranks := int .Values.networkPolicy.jobRanksPerPod }}
-{{- if .Values.exampleJob.enabled }}
-{{- $ranks = max $ranks (int .Values.exampleJob.ranksPerNode) }}
-{{- end }}
 {{- $names := list }}
-{{- range $index := until (int $ranks) }}
+{{- range $index := until (int .Values.networkPolicy.jobRanksPerPod) }}
 {{- $names = append $names (printf "metrics-%d" $index) }}
 {{- end }}
 {{- toJson $names }}

@@ -2,7 +2,7 @@
      first template that is rendered. */}}
 {{- define "distca.validate" -}}
 {{- with .Values }}
-{{- if and (not .controlPlane.enabled) (not .controlPlane.address) (or .attentionNode.enabled .exampleJob.enabled) }}
+{{- if and (not .controlPlane.enabled) (not .controlPlane.address) .attentionNode.enabled }}
 {{- fail "controlPlane.address is empty and controlPlane.enabled is false; give the host:port of the control plane to join" }}
 {{- end }}
 {{- if and .controlPlane.enabled .controlPlane.address }}
@@ -34,14 +34,11 @@
 {{- fail (printf "attentionNode.stuckSeconds is %v and controlPlane.stallSeconds %v; a server must be left out before it gives up" .attentionNode.stuckSeconds .controlPlane.stallSeconds) }}
 {{- end }}
 {{- if eq .tls.mode "secrets" }}
-{{- range $role, $needed := dict "controlPlane" .controlPlane.enabled "attentionNode" .attentionNode.enabled "trainer" .exampleJob.enabled "operator" .tests.enabled }}
+{{- range $role, $needed := dict "controlPlane" .controlPlane.enabled "attentionNode" .attentionNode.enabled "operator" .tests.enabled }}
 {{- if and $needed (not (index $.Values.tls.secrets $role)) }}
 {{- fail (printf "tls.secrets.%s is empty and tls.mode is secrets; name the Secret with tls.crt, tls.key and ca.crt" $role) }}
 {{- end }}
 {{- end }}
-{{- end }}
-{{- if and .exampleJob.enabled (eq .exampleJob.placement "pool") (not .attentionNode.enabled) }}
-{{- fail "exampleJob.placement is pool and attentionNode.enabled is false; choose in-place, or enable the pool" }}
 {{- end }}
 {{- if and .networkPolicy.enabled .attentionNode.enabled .attentionNode.hostNetwork (empty .networkPolicy.hostNetworkFrom) }}
 {{- fail "attentionNode.hostNetwork is true and networkPolicy.hostNetworkFrom is empty; nodes would reach neither control plane nor trainers: give the machines' addresses, for example [{ipBlock: {cidr: 10.0.0.0/16}}], or set networkPolicy.enabled to false" }}
@@ -58,16 +55,11 @@
 {{- if and .dataInterface.networkAttachment (not .dataInterface.name) }}
 {{- fail (printf "dataInterface.networkAttachment is %q and dataInterface.name is empty; name the interface that it is to be in pods, for example net1" .dataInterface.networkAttachment) }}
 {{- end }}
-{{- range $part := list "attentionNode" "exampleJob" }}
-{{- if and $.Values.dataInterface.networkAttachment (hasKey (index $.Values $part "podAnnotations") "k8s.v1.cni.cncf.io/networks") }}
-{{- fail (printf "%s.podAnnotations has k8s.v1.cni.cncf.io/networks and dataInterface.networkAttachment is %q; leave one of them out" $part $.Values.dataInterface.networkAttachment) }}
+{{- if and .dataInterface.networkAttachment (hasKey .attentionNode.podAnnotations "k8s.v1.cni.cncf.io/networks") }}
+{{- fail (printf "attentionNode.podAnnotations has k8s.v1.cni.cncf.io/networks and dataInterface.networkAttachment is %q; leave one of them out" .dataInterface.networkAttachment) }}
 {{- end }}
-{{- end }}
-{{- if and (or .gpu.dra.enabled .gpu.computeDomain.enabled) (not .gpu.enabled) (eq (int .exampleJob.gpus) 0) }}
-{{- fail "gpu.dra.enabled or gpu.computeDomain.enabled is true, gpu.enabled is false and exampleJob.gpus 0; nothing would claim a GPU" }}
-{{- end }}
-{{- if and .exampleJob.enabled .exampleJob.resume (empty .exampleJob.runVolume) }}
-{{- fail "exampleJob.resume is true and exampleJob.runVolume is empty; checkpoints would go with the pods: give a volume that all pods share, for example {persistentVolumeClaim: {claimName: runs}}" }}
+{{- if and .gpu.dra.enabled (not .gpu.enabled) }}
+{{- fail "gpu.dra.enabled is true and gpu.enabled is false; nothing would claim a GPU" }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -80,9 +72,7 @@
 {{- if and .enabled $pods (empty .updateStrategy) }}
 {{- $away := include "distca.intOrPercent" .rollout.maxUnavailable }}
 {{- $budget := include "distca.intOrPercent" .podDisruptionBudget.maxUnavailable }}
-{{- /* A LeaderWorkerSet replaces groups. */}}
-{{- $each := include "distca.attentionNode.podsPerReplica" $ | int }}
-{{- $awayPods := mul $each (include "distca.amountOfPods" (dict "amount" $away "pods" (div $pods $each)) | int) }}
+{{- $awayPods := include "distca.amountOfPods" (dict "amount" $away "pods" $pods) | int }}
 {{- $budgetPods := include "distca.amountOfPods" (dict "amount" $budget "pods" $pods) | int }}
 {{- if and .podDisruptionBudget.enabled (gt (int $awayPods) $budgetPods) }}
 {{- fail (printf "attentionNode.rollout.maxUnavailable is %v and attentionNode.podDisruptionBudget.maxUnavailable %v; an upgrade must not take more pods than the budget lets evictions take: raise the budget, or lower the former" $away $budget) }}
@@ -94,32 +84,20 @@
 {{- end }}
 {{- end }}
 
-{{/* Services and jobs are called after the release. From 1.36 on Kubernetes lets a Service's name begin
-     with a digit; JobSet and Kubeflow Trainer do not. */}}
+{{/* Services are called after the release. From 1.36 on Kubernetes lets a Service's name begin
+     with a digit. */}}
 {{- define "distca.validateNames" -}}
 {{- $fullname := include "distca.fullname" . }}
 {{- $label := "^[a-z]([-a-z0-9]*[a-z0-9])?$" }}
-{{- $digits := and (semverCompare ">=1.36-0" .Capabilities.KubeVersion.Version) (not .Values.exampleJob.enabled) }}
+{{- $digits := semverCompare ">=1.36-0" .Capabilities.KubeVersion.Version }}
 {{- if not (regexMatch (ternary "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$" $label $digits) $fullname) }}
 {{- $rule := "with small letters, digits and hyphens alone, and a letter first" }}
 {{- if .Values.fullnameOverride }}
-{{- fail (printf "fullnameOverride is %q; the names of Services and jobs begin with it: give one %s" .Values.fullnameOverride $rule) }}
+{{- fail (printf "fullnameOverride is %q; the names of Services begin with it: give one %s" .Values.fullnameOverride $rule) }}
 {{- else if and .Values.nameOverride (regexMatch $label .Release.Name) }}
-{{- fail (printf "nameOverride is %q; the names of Services and jobs begin with %q: give one %s, or fullnameOverride" .Values.nameOverride $fullname $rule) }}
+{{- fail (printf "nameOverride is %q; the names of Services begin with %q: give one %s, or fullnameOverride" .Values.nameOverride $fullname $rule) }}
 {{- else }}
-{{- fail (printf "the release is called %q; the names of Services and jobs begin with it: give fullnameOverride, or another name of the release, %s" .Release.Name $rule) }}
-{{- end }}
-{{- end }}
-{{- with .Values.attentionNode }}
-{{- if and .enabled (eq .kind "LeaderWorkerSet") (gt (int .leaderWorkerSet.size) 1) }}
-{{- $groups := div (include "distca.attentionNode.mostPods" $ | int) (int .leaderWorkerSet.size) }}
-{{- $index := sub (max $groups 1) 1 | toString }}
-{{- $name := include "distca.attentionNode.name" $ }}
-{{- $length := add (len $name) 1 (len $index) 11 }}
-{{- if gt (int $length) 63 }}
-{{- $field := ternary "autoscaling.maxReplicas" "attentionNode.replicas" $.Values.autoscaling.enabled }}
-{{- fail (printf "%s is %d and the LeaderWorkerSet is called %q; labels of the pods of group %s would have %d characters of 63: give a fullnameOverride of %d characters or fewer, which makes all objects anew" $field $groups $name $index $length (sub (len (include "distca.fullname" $)) (sub $length 63))) }}
-{{- end }}
+{{- fail (printf "the release is called %q; the names of Services begin with it: give fullnameOverride, or another name of the release, %s" .Release.Name $rule) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -139,11 +117,9 @@
 {{- if hasKey .ucx.env "UCX_TCP_PORT_RANGE" }}
 {{- fail (printf "ucx.env has UCX_TCP_PORT_RANGE %q and ucx.tcpPortRange is %q, which NetworkPolicies open: give the latter alone" (toString .ucx.env.UCX_TCP_PORT_RANGE) .ucx.tcpPortRange) }}
 {{- end }}
-{{- range $part := list "attentionNode" "exampleJob" }}
-{{- range (index $.Values $part "extraEnv") }}
+{{- range .attentionNode.extraEnv }}
 {{- if eq (toString .name) "UCX_TCP_PORT_RANGE" }}
-{{- fail (printf "%s.extraEnv has UCX_TCP_PORT_RANGE and ucx.tcpPortRange is %q, which NetworkPolicies open: give the latter alone" $part $.Values.ucx.tcpPortRange) }}
-{{- end }}
+{{- fail (printf "attentionNode.extraEnv has UCX_TCP_PORT_RANGE and ucx.tcpPortRange is %q, which NetworkPolicies open: give the latter alone" $.Values.ucx.tcpPortRange) }}
 {{- end }}
 {{- end }}
 {{- if and .controlPlane.enabled (eq (int .controlPlane.service.port) (int .controlPlane.metricsPort)) }}
@@ -168,20 +144,6 @@
 {{- end }}
 {{- $_ := set $taken (toString $port) (printf "with attentionNode.ports.%s server %d" $name $index) }}
 {{- end }}
-{{- end }}
-{{- end }}
-{{- if .exampleJob.enabled }}
-{{- $from := int .exampleJob.metricsPort }}
-{{- $to := sub (add $from (int .exampleJob.ranksPerNode)) 1 | int }}
-{{- $what := printf "exampleJob.metricsPort is %d, with which the %d ranks of a pod have ports up to %d" $from (int .exampleJob.ranksPerNode) $to }}
-{{- if gt $to 65535 }}
-{{- fail (printf "%s; ports end at 65535: give a lower port" $what) }}
-{{- end }}
-{{- if and (le $from $last) (ge $to $first) }}
-{{- fail (printf "%s; ucx.tcpPortRange %s holds one of them, whose ports UCX opens by itself: give a port outside, or another range" $what .ucx.tcpPortRange) }}
-{{- end }}
-{{- if and (le $from 29400) (ge $to 29400) }}
-{{- fail (printf "%s; at 29400 torchrun's pods meet: give another port" $what) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -24,7 +24,6 @@ VALUE_SETS = tuple(sorted(path.name for path in (CHART / "ci").glob("*-values.ya
 
 NEEDS_KUBERNETES = {
     "dra-values.yaml": (1, 34),
-    "leader-worker-set-values.yaml": (1, 34),
 }
 """The first version of Kubernetes for value sets that the oldest one does not know."""
 
@@ -110,8 +109,6 @@ def pod_specs(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
             yield owner, manifest["spec"]
         elif manifest["kind"] in ("Deployment", "StatefulSet", "DaemonSet"):
             yield owner, manifest["spec"]["template"]["spec"]
-        elif manifest["kind"] == "LeaderWorkerSet":
-            yield owner, manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
         elif manifest["kind"] == "JobSet":
             for job in manifest["spec"]["replicatedJobs"]:
                 yield owner, job["template"]["spec"]["template"]["spec"]

@@ -16,7 +16,6 @@ from control_plane.planner.planners import PLANNERS
 from control_plane.settings import ControlPlaneSettings
 from core_attention.shape import format_shape
 from distca.apps.doctor.examination import CHECKS
-from distca.apps.train.run import TrainerRun
 from distca.cli import app
 from distca.configuration import options_of
 from distca.contract.checks import MOST_SECONDS
@@ -68,11 +67,7 @@ def command_lines() -> Iterator[tuple[str, Manifest, list[str]]]:
         for owner, spec in pod_specs(rendered(value_set)):
             for each in containers(spec):
                 where = f"{value_set}: {owner}: {each['name']}"
-                arguments = each["args"]
-                if each["command"] == ["torchrun"]:
-                    assert arguments[:2] == ["--module", "distca"]
-                    arguments = arguments[2:]
-                yield where, each, [expanded(text, each) for text in arguments]
+                yield where, each, [expanded(text, each) for text in each["args"]]
 
 
 def expanded(text: str, of: Manifest) -> str:
@@ -102,17 +97,16 @@ def test_every_command_line_is_understood() -> None:
         except Exception as error:
             pytest.fail(f"{where}: {error}")
         seen.add(name)
-    assert seen == {"control-plane", "attention-node", "doctor", "health", "top", "train"}
+    assert seen == {"control-plane", "attention-node", "doctor", "health", "top"}
 
 
 def test_every_distca_variable_is_one_that_a_command_reads() -> None:
     for where, each, _ in command_lines():
         used = {name for name in environment(each) if name.startswith("DISTCA_")}
-        own = each["args"][2] if each["command"] == ["torchrun"] else each["args"][0]
         known = {
             name
             for option in options_of(ROOT_COMMAND)
-            if option.command in (("health",), (own,))
+            if option.command in (("health",), (each["args"][0],))
             for name in (*option.variables, option.variable)
         }
         assert used <= known | {"DISTCA_LOG_LEVEL"}, where
@@ -243,36 +237,6 @@ def test_the_schema_has_the_names_and_limits_of_the_code() -> None:
     doctor = schema["properties"]["attentionNode"]["properties"]["doctor"]
     assert tuple(doctor["properties"]["skip"]["items"]["enum"]) == tuple(CHECKS)
     assert schema["definitions"]["positiveSeconds"]["maximum"] == MOST_SECONDS
-
-
-def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = container(
-        pod_of(
-            "JobSet",
-            "example-jobset-values.yaml",
-            "exampleJob.placement=mixed",
-            "exampleJob.metricsPort=9100",
-            "transport=ucxx",
-        ),
-        "node",
-    )
-    arguments = [expanded(text, each) for text in each["args"][2:]]
-    env = {
-        **plain_environment(each),
-        "RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "a",
-    }
-    run = settings_of(arguments, env, "distca.apps.train.run.run_trainer", monkeypatch)
-    assert isinstance(run, TrainerRun)
-    assert run.service.control_plane == "rel-distca-control-plane.research.svc:7700"
-    assert run.service.placement.value == "mixed"
-    assert run.service.data_host == "10.0.0.1"
-    assert run.service.metrics_port == 9100
-    assert run.service.transport == "ucxx"
-    assert str(run.service.run_dir) == "/runs/rel-distca-example"
-    assert run.training.steps == 8
 
 
 def test_the_metric_that_the_pool_follows_is_one_that_nodes_export() -> None:

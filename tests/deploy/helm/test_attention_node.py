@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
+import yaml
 
 from tests.deploy.helm.chart import (
+    CHART,
     VALUE_SETS,
     Manifest,
     container,
     containers,
     environment,
+    helm,
     only,
     pod_specs,
     rendered,
@@ -58,6 +65,37 @@ def test_an_upgrade_replaces_as_many_pods_as_asked_for(kind: str, field: str) ->
     assert only(own, kind, "attention-node")["spec"][field] == {"type": "OnDelete"}
 
 
+def test_another_version_of_the_chart_leaves_pods_as_they_are(tmp_path: Path) -> None:
+    """A label of the version would start every node again."""
+    newer = tmp_path / "distca"
+    shutil.copytree(CHART, newer)
+    about = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 9.9.9", about))
+    templates = []
+    for chart in (CHART, newer):
+        done = helm("template", "rel", str(chart), "--set=image.tag=a")
+        pools = [each for each in yaml.safe_load_all(done.stdout) if each["kind"] == "StatefulSet"]
+        templates.append(pools[0]["spec"]["template"])
+        assert pools[0]["metadata"]["labels"]["helm.sh/chart"] in ("distca-0.1.0", "distca-9.9.9")
+    assert templates[0] == templates[1]
+
+
+def test_pods_spread_over_machines_unless_told_otherwise() -> None:
+    for value_set, name in (
+        ("", "attention-node"),
+        ("high-availability-values.yaml", "control-plane"),
+    ):
+        kind = "Deployment" if name == "control-plane" else "StatefulSet"
+        template = only(rendered(value_set), kind, name)["spec"]["template"]
+        (spread,) = template["spec"]["topologySpreadConstraints"]
+        assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert (
+            spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        )
+    own = "attentionNode.topologySpreadConstraints[0].topologyKey=rack"
+    assert pod("", own)["topologySpreadConstraints"] == [{"topologyKey": "rack"}]
+
+
 def test_a_pool_may_be_a_deployment_that_scales() -> None:
     for value_set, kind in (
         ("autoscaling-hpa-values.yaml", "HorizontalPodAutoscaler"),
@@ -79,16 +117,16 @@ def test_own_annotations_stay_beside_the_network() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "nixl"])
-def test_node_doctor_and_job_are_given_one_transport(transport: str) -> None:
-    settings = ["exampleJob.enabled=true", *([] if transport == "auto" else ["transport=nixl"])]
+def test_node_and_doctor_are_given_one_transport(transport: str) -> None:
+    settings = [] if transport == "auto" else ["transport=nixl"]
     given = {
         each["name"]: [text for text in each["args"] if text.startswith("--transport")]
         for owner, spec in pod_specs(rendered("rdma-values.yaml", *settings))
         for each in containers(spec)
-        if {"attention-node", "doctor", "train"} & set(each["args"])
+        if {"attention-node", "doctor"} & set(each["args"])
     }
     expected = [f"--transport={transport}"]
-    assert given == {"server-0": expected, "doctor": expected, "node": expected}
+    assert given == {"server-0": expected, "doctor": expected}
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)

@@ -45,13 +45,12 @@ def test_each_role_has_a_certificate_that_the_control_plane_recognises(part: str
 
 
 def test_pods_mount_the_secret_that_cert_manager_writes_for_their_role() -> None:
-    manifests = rendered("mtls-own-authority-values.yaml", "exampleJob.enabled=true")
+    manifests = rendered("mtls-own-authority-values.yaml")
     written = {each["spec"]["secretName"] for each in manifests if each["kind"] == "Certificate"}
     mounted = tls_secrets(manifests)
     assert mounted == {
         "Deployment rel-distca-control-plane": "rel-distca-control-plane-tls",
         "StatefulSet rel-distca-attention-node": "rel-distca-attention-node-tls",
-        f"JobSet {only(manifests, 'JobSet')['metadata']['name']}": "rel-distca-trainer-tls",
         "Pod rel-distca-test": "rel-distca-operator-tls",
     }
     assert set(mounted.values()) <= written

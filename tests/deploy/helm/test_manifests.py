@@ -19,10 +19,6 @@ from tests.deploy.helm.chart import (
 )
 from tests.deploy.helm.custom_resources import (
     complaints_of_models,
-    complaints_of_python_models,
-    complaints_of_schemas,
-    has_schema,
-    in_python,
     is_custom,
     knows,
 )
@@ -56,21 +52,13 @@ def test_manifests_match_the_schemas_of_kubernetes(version: str) -> None:
 
 def test_every_custom_resource_can_be_checked() -> None:
     custom = [manifest for manifest in all_manifests() if is_custom(manifest)]
-    assert len(kinds(custom)) > 8
+    assert len(kinds(custom)) > 5
     assert all(knows(manifest) for manifest in custom)
 
 
 @pytest.mark.timeout(300)
 def test_custom_resources_match_their_definitions(tmp_path: Path) -> None:
     assert complaints_of_models(all_manifests(), tmp_path) == ""
-
-
-def test_jobs_and_what_has_a_schema_here_match_their_definitions() -> None:
-    for manifest in all_manifests():
-        if in_python(manifest):
-            assert complaints_of_python_models(manifest) == ""
-        if has_schema(manifest):
-            assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
 
 
 def test_pods_get_no_variables_of_services() -> None:

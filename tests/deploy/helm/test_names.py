@@ -23,7 +23,7 @@ LONGEST = {
 REVISION = "-0123456789"
 """What a StatefulSet's controller adds to its name, for a label of its pods."""
 
-KINDS = ("StatefulSet", "Deployment", "DaemonSet", "LeaderWorkerSet")
+KINDS = ("StatefulSet", "Deployment", "DaemonSet")
 
 
 def pool(*settings: str, release: str = "rel") -> Manifest:
@@ -43,18 +43,9 @@ def derived_from_pool(workload: Manifest) -> Iterator[str]:
     if workload["kind"] == "StatefulSet":
         yield f"{name}-{spec['replicas'] - 1}"
         yield name + REVISION
-    elif workload["kind"] == "LeaderWorkerSet":
-        yield name + REVISION
-        if spec["leaderWorkerTemplate"]["size"] > 1:
-            yield f"{name}-{spec['replicas'] - 1}{REVISION}"
     elif workload["kind"] == "DaemonSet":
         yield f"{name}-abcde"
     # The API server cuts what a ReplicaSet's pods are called; their labels hold hashes alone.
-
-
-def derived_from_job(job: Manifest, n_pods: int) -> Iterator[str]:
-    """What JobSet's webhook looks at."""
-    yield f"{job['metadata']['name']}-node-0-{n_pods - 1}-abcde"
 
 
 def labels_in(part: Any) -> Iterator[str]:
@@ -78,10 +69,7 @@ def test_whatever_is_made_of_the_longest_names_fits(longest: str, kind: str) -> 
     many = [
         "attentionNode.replicas=1000",
         f"attentionNode.kind={kind}",
-        "attentionNode.leaderWorkerSet.size=2",
         "attentionNode.podDisruptionBudget.maxUnavailable=2",
-        "exampleJob.enabled=true",
-        "exampleJob.nodes=1000",
         "monitoring.podMonitor.enabled=true",
         "monitoring.dashboards.enabled=true",
     ]
@@ -97,10 +85,6 @@ def test_whatever_is_made_of_the_longest_names_fits(longest: str, kind: str) -> 
             assert len(each["spec"]["commonName"]) <= 64
     for derived in derived_from_pool(pool(*settings, *many, release=release)):
         assert len(derived) <= 63, derived
-    for job_kind in ("JobSet", "TrainJob"):
-        jobs = rendered("", *settings, *many, f"exampleJob.kind={job_kind}", release=release)
-        for derived in derived_from_job(only(jobs, job_kind), 1000):
-            assert len(derived) <= 63, derived
 
 
 def test_cut_names_of_different_releases_differ() -> None:
@@ -111,24 +95,15 @@ def test_cut_names_of_different_releases_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value_set"),
-    [
-        ("StatefulSet", "autoscaling-hpa-values.yaml"),
-        ("StatefulSet", "autoscaling-keda-values.yaml"),
-        ("LeaderWorkerSet", "autoscaling-hpa-values.yaml"),
-    ],
+    "value_set", ["autoscaling-hpa-values.yaml", "autoscaling-keda-values.yaml"]
 )
-def test_all_that_names_the_pool_names_it_alike(kind: str, value_set: str) -> None:
-    settings = [f"fullnameOverride={'a' * 40}", f"attentionNode.kind={kind}"]
-    manifests = rendered(value_set, *settings, "monitoring.podMonitor.enabled=true")
-    workload = only(manifests, kind)
+def test_all_that_names_the_pool_names_it_alike(value_set: str) -> None:
+    settings = [f"fullnameOverride={'a' * 40}", "monitoring.podMonitor.enabled=true"]
+    manifests = rendered(value_set, *settings)
+    workload = only(manifests, "StatefulSet")
     name, spec = workload["metadata"]["name"], workload["spec"]
     assert len(name) < 55
-    template = (
-        spec["template"]
-        if kind == "StatefulSet"
-        else spec["leaderWorkerTemplate"]["workerTemplate"]
-    )
+    template = spec["template"]
     for each in ("Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
         assert only(manifests, each, "attention-node")["metadata"]["name"] == name
     assert template["spec"]["serviceAccountName"] == name
@@ -164,8 +139,6 @@ def test_names_that_services_cannot_have_are_refused(
     [
         ("1.35.0", (), True),
         ("1.36.0", (), False),
-        # JobSet and Kubeflow Trainer want a letter still.
-        ("1.36.0", ("exampleJob.enabled=true",), True),
         ("1.36.0", ("fullnameOverride=7.b",), True),
     ],
 )

@@ -26,7 +26,7 @@ ROLLOUT = "attentionNode.rollout.maxUnavailable"
         "attentionNode.drainSeconds=31536001",
         "attentionNode.doctor.skip={gpus}",
         "attentionNode.sharedMemorySize=lots",
-        "gpu.count=0",
+        "gpu.count=2",
         "gpu.resourceName=nvidia.com/",
         "transport=tcp",
         "rdma.resourceName=/dev/infiniband",
@@ -38,7 +38,6 @@ ROLLOUT = "attentionNode.rollout.maxUnavailable"
         "tls.certManager.duration=a while",
         "networkPolicy.jobPodLabels=null",
         "monitoring.podMonitor.interval=15",
-        "exampleJob.placement=elsewhere",
         "logLevel=loud",
         "image.pullPolicy=Sometimes",
     ],
@@ -65,8 +64,6 @@ def test_a_value_that_there_is_not_is_refused() -> None:
         ("autoscaling.enabled=true attentionNode.enabled=false", "autoscaling"),
         ("autoscaling.minReplicas=9", "autoscaling.minReplicas"),
         ("tls.mode=secrets", "tls.secrets."),
-        ("exampleJob.enabled=true attentionNode.enabled=false", "in-place"),
-        ("exampleJob.enabled=true exampleJob.resume=true", "exampleJob.runVolume"),
         (
             "attentionNode.hostNetwork=true attentionNode.kind=DaemonSet",
             "networkPolicy.hostNetworkFrom",
@@ -89,24 +86,20 @@ def test_a_value_that_there_is_not_is_refused() -> None:
             "controlPlane.podDisruptionBudget.minAvailable=51%",
             "controlPlane.podDisruptionBudget.minAvailable",
         ),
-        ("attentionNode.kind=LeaderWorkerSet attentionNode.leaderWorkerSet.size=4", BUDGET),
         ("dataInterface.networkAttachment=a", "dataInterface.name"),
         (
             "dataInterface.networkAttachment=a dataInterface.name=net1 "
-            r"exampleJob.podAnnotations.k8s\.v1\.cni\.cncf\.io/networks=b",
-            "exampleJob.podAnnotations",
+            r"attentionNode.podAnnotations.k8s\.v1\.cni\.cncf\.io/networks=b",
+            "attentionNode.podAnnotations",
         ),
         ("gpu.enabled=false gpu.dra.enabled=true", "gpu"),
         # Ports.
         ("ucx.tcpPortRange=7900-7800", "ucx.tcpPortRange"),
         ("ucx.tcpPortRange=70000-80000", "65535"),
         ("ucx.env.UCX_TCP_PORT_RANGE=1-2", "UCX_TCP_PORT_RANGE"),
-        *(
-            (
-                f"{part}.extraEnv[0].name=UCX_TCP_PORT_RANGE,{part}.extraEnv[0].value=1-2",
-                f"{part}.extraEnv",
-            )
-            for part in ("attentionNode", "exampleJob")
+        (
+            "attentionNode.extraEnv[0].name=UCX_TCP_PORT_RANGE,attentionNode.extraEnv[0].value=1-2",
+            "attentionNode.extraEnv",
         ),
         ("attentionNode.ports.data=7805", "attentionNode.ports.data"),
         ("attentionNode.ports.data=7712", "attentionNode.ports.metrics"),
@@ -120,20 +113,6 @@ def test_a_value_that_there_is_not_is_refused() -> None:
             "attentionNode.ports.data",
         ),
         ("controlPlane.metricsPort=7700", "controlPlane.metricsPort"),
-        *(
-            (
-                f"exampleJob.enabled=true exampleJob.ranksPerNode=8 exampleJob.metricsPort={port}",
-                "exampleJob.metricsPort",
-            )
-            # Into UCX's range, beyond the last port, and where torchrun's pods meet.
-            for port in (7799, 65530, 29395)
-        ),
-        # Names.
-        (
-            f"fullnameOverride={'a' * 35} attentionNode.kind=LeaderWorkerSet {BUDGET}=2 "
-            "attentionNode.leaderWorkerSet.size=2 attentionNode.replicas=11",
-            "fullnameOverride",
-        ),
     ],
 )
 def test_contradictions_are_refused_by_name(settings: str, named: str) -> None:

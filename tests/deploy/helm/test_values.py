@@ -41,7 +41,6 @@ MORE: list[Set] = [
         "attentionNode": {"image": {"digest": DIGEST}},
         "gpu": {"resourceName": "nvidia.com/mig-1g.10gb"},
         "autoscaling": {"enabled": True, "metric": "queue_depth"},
-        "exampleJob": {"enabled": True, "nodes": 3, "image": {"digest": DIGEST}},
     },
     {"gpu": {"dra": {"enabled": True, "deviceClassName": "mig.nvidia.com"}}},
 ]
@@ -131,20 +130,12 @@ def test_large_numbers_are_written_in_digits() -> None:
                 "rollout": {"maxUnavailable": million},
                 "podDisruptionBudget": {"maxUnavailable": million},
             },
-            "exampleJob": {
-                "enabled": True,
-                "nodes": million,
-                "restarts": million,
-                "runVolume": {"hostPath": {"path": "/runs"}},
-            },
         }
     )
     scaling = {"minReplicas": million, "maxReplicas": 2 * million, "target": million}
     for extra in (
         {},
-        {"exampleJob": {"kind": "TrainJob"}},
         {"attentionNode": {"kind": "Deployment"}},
-        {"attentionNode": {"kind": "LeaderWorkerSet", "leaderWorkerSet": {"size": 1}}},
         {"autoscaling": {**scaling, "enabled": True}},
         {
             "autoscaling": {

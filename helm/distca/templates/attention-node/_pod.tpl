@@ -1,11 +1,11 @@
 {{/* The pod of attention nodes, the same for all kinds of workloads. */}}
 {{- define "distca.attentionNode.pod" -}}
 {{- $labels := dict "root" . "component" "attention-node" }}
-{{- $gpus := ternary (int .Values.gpu.count) 0 .Values.gpu.enabled }}
+{{- $gpus := ternary 1 0 .Values.gpu.enabled }}
 {{- with .Values.attentionNode -}}
 metadata:
   labels:
-    {{- include "distca.labels" $labels | nindent 4 }}
+    {{- include "distca.podLabels" $labels | nindent 4 }}
     {{- with .podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -39,7 +39,7 @@ spec:
   {{- end }}
   {{- $claims := list }}
   {{- range $index := until (int .serversPerPod) }}{{ $claims = append $claims (printf "gpu-%d" $index) }}{{ end }}
-  {{- with include "distca.resourceClaims" (dict "root" $ "gpus" $gpus "claims" $claims "component" "attention-node") }}{{ . | nindent 2 }}{{ end }}
+  {{- with include "distca.resourceClaims" (dict "root" $ "gpus" $gpus "claims" $claims) }}{{ . | nindent 2 }}{{ end }}
   {{- if .doctor.enabled }}
   initContainers:
     {{- include "distca.attentionNode.doctor" (dict "root" $ "gpus" (mul $gpus .serversPerPod) "claims" $claims) | nindent 4 }}
@@ -73,10 +73,8 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .topologySpreadConstraints }}
   topologySpreadConstraints:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- include "distca.spread" (dict "own" .topologySpreadConstraints "labels" $labels) | nindent 4 }}
 {{- end }}
 {{- end }}
 
