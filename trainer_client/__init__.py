@@ -7,27 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core_attention.pipelining import Pipelining
-    from core_attention.shape import AttentionShape
-    from trainer_client.errors import (
-        CoreAttentionFailed,
-        PlanNotReady,
-        SessionClosed,
-        SessionError,
-    )
-    from trainer_client.hooks.checkpointing import checkpoint
-    from trainer_client.local_attention.at_home import at_home
-    from trainer_client.loops.fsdp import prepare_fsdp
-    from trainer_client.loops.loss_weight import labels_per_rank
-    from trainer_client.options import Placement
-    from trainer_client.pipelines.deferred_weights import defer_weights
-    from trainer_client.pipelines.pipelining import Pipeline, schedule_of
-    from trainer_client.pipelines.stage_seconds import measure_stages
-    from trainer_client.session import Session
-    from trainer_client.session_options import SessionOptions
-    from trainer_client.step.lane import in_nano_batch
-    from trainer_client.step.operation import core_attention
-    from trainer_client.step.step_report import StepReport, TraceEvent
+    from core_attention.pipelining import Pipelining as Pipelining
+    from core_attention.shape import AttentionShape as AttentionShape
+    from trainer_client.errors import CoreAttentionFailed as CoreAttentionFailed
+    from trainer_client.errors import PlanNotReady as PlanNotReady
+    from trainer_client.errors import SessionClosed as SessionClosed
+    from trainer_client.errors import SessionError as SessionError
+    from trainer_client.hooks.checkpointing import checkpoint as checkpoint
+    from trainer_client.local_attention.at_home import at_home as at_home
+    from trainer_client.loops.fsdp import prepare_fsdp as prepare_fsdp
+    from trainer_client.loops.loss_weight import labels_per_rank as labels_per_rank
+    from trainer_client.options import Placement as Placement
+    from trainer_client.pipelines.deferred_weights import defer_weights as defer_weights
+    from trainer_client.pipelines.pipelining import Pipeline as Pipeline
+    from trainer_client.pipelines.pipelining import schedule_of as schedule_of
+    from trainer_client.pipelines.stage_seconds import measure_stages as measure_stages
+    from trainer_client.session import Session as Session
+    from trainer_client.session_options import SessionOptions as SessionOptions
+    from trainer_client.step.lane import in_nano_batch as in_nano_batch
+    from trainer_client.step.operation import core_attention as core_attention
+    from trainer_client.step.step_report import StepReport as StepReport
+    from trainer_client.step.step_report import TraceEvent as TraceEvent
 
 _MODULES = {
     "AttentionShape": "core_attention.shape",
@@ -53,30 +53,6 @@ _MODULES = {
     "schedule_of": "trainer_client.pipelines.pipelining",
 }
 
-__all__ = [
-    "AttentionShape",
-    "CoreAttentionFailed",
-    "Pipeline",
-    "Pipelining",
-    "Placement",
-    "PlanNotReady",
-    "Session",
-    "SessionClosed",
-    "SessionError",
-    "SessionOptions",
-    "StepReport",
-    "TraceEvent",
-    "at_home",
-    "checkpoint",
-    "core_attention",
-    "defer_weights",
-    "in_nano_batch",
-    "labels_per_rank",
-    "measure_stages",
-    "prepare_fsdp",
-    "schedule_of",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
@@ -85,4 +61,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

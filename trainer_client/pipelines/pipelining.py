@@ -160,7 +160,7 @@ class Pipeline:
             if self._check is not None:
                 self._check.watch(stage)
             if n_rows > 1:
-                _run_rows_in_turns(stage.submod, n_rows, is_last=is_last, cut_by=cut_by)
+                run_rows_in_turns(stage.submod, n_rows, cut_by)
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
@@ -210,15 +210,8 @@ class Pipeline:
                 for nano_batch in nano_batches:
                     index = stage.stage_index
                     running.stage_begins(nano_batch, index, layers[index])
-            if n_rows > 1:
-                token = _microbatch.set(fwd_chunk_id)
-                try:
-                    output = forward(fwd_chunk_id, *args, **kwargs)
-                finally:
-                    _microbatch.reset(token)
-            else:
-                with in_nano_batch(fwd_chunk_id):
-                    output = forward(fwd_chunk_id, *args, **kwargs)
+            with in_microbatch(fwd_chunk_id, n_rows):
+                output = forward(fwd_chunk_id, *args, **kwargs)
             if is_last or layers is not None:
                 for nano_batch in nano_batches:
                     running.lane_returned(nano_batch)
@@ -310,10 +303,26 @@ def runtime_of(schedule: Schedule, stages: Sequence[Any], **options: Any) -> Any
     return runtime
 
 
-def _run_rows_in_turns(
-    module: torch.nn.Module, n_rows: int, *, is_last: bool, cut_by: Cutter | None = None
+@contextmanager
+def in_microbatch(microbatch: int, n_nano_batches: int) -> Iterator[None]:
+    """Modules run the microbatch of that number in the block: see :func:`run_rows_in_turns`, or if
+    it is one nano-batch, at once."""
+    if n_nano_batches == 1:
+        with in_nano_batch(microbatch):
+            yield
+        return
+    token = _microbatch.set(microbatch)
+    try:
+        yield
+    finally:
+        _microbatch.reset(token)
+
+
+def run_rows_in_turns(
+    module: torch.nn.Module, n_nano_batches: int, cut_by: Cutter | None = None
 ) -> None:
-    """Has ``module`` run the nano-batches of a microbatch one by one, in turns.
+    """Has ``module`` run the nano-batches of a microbatch one by one, in turns, inside
+    :func:`in_microbatch`; elsewhere it runs as before.
 
     ``forward`` is replaced on the object: hooks of wrappers and of sharding stay around it.
     """
@@ -330,12 +339,12 @@ def _run_rows_in_turns(
             return forward(*args, **kwargs)
         cut: MicrobatchCut
         if cut_by is None:
-            cut = cut_of(args, kwargs, microbatch, n_rows)
+            cut = cut_of(args, kwargs, microbatch, n_nano_batches)
         else:
             cut = cut_by(module, microbatch)
-        first = microbatch * n_rows + cut.first
+        first = microbatch * n_nano_batches + cut.first
         calls = cut.calls(args, kwargs)
-        return cut.joined(run_in_turns(forward, calls, first, is_last=is_last, model=module))
+        return cut.joined(run_in_turns(forward, calls, first, model=module))
 
     untyped: Any = in_turns
     untyped.of_whole_rows = forward

@@ -33,7 +33,6 @@ def run_in_turns(
     calls: Sequence[Call],
     first: int,
     *,
-    is_last: bool,
     model: nn.Module | None = None,
 ) -> list[Any]:
     """The outputs of ``forward`` for consecutive nano-batches of the running step, interleaved at
@@ -43,13 +42,12 @@ def run_in_turns(
         forward: the model, or a part of it.
         calls: its arguments for each nano-batch.
         first: the first one's nano-batch.
-        is_last: whether their forward passes are complete by that.
         model: what keeps state during them, see :mod:`trainer_client.step.mixed_state`; None: is
             not looked at.
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
-    return TakenTurns(forward, running, calls, first=first, is_last=is_last, model=model).run()
+    return TakenTurns(forward, running, calls, first=first, model=model).run()
 
 
 class TakenTurns:
@@ -63,7 +61,6 @@ class TakenTurns:
         calls: Sequence[Call],
         *,
         first: int = 0,
-        is_last: bool = True,
         model: nn.Module | None = None,
     ) -> None:
         if len(calls) > 1 and in_checkpoint():
@@ -75,7 +72,6 @@ class TakenTurns:
         self._running = running
         self._random = LaneRandom(len(calls))
         self._first = first
-        self._is_last = is_last
         self._model = model
         self._outputs: list[Any] = [None] * len(calls)
         self._referee = greenlet.getcurrent()
@@ -135,8 +131,6 @@ class TakenTurns:
                 self._outputs[index] = self._forward(*arguments, **named)
             finally:
                 self._random.leave(index)
-            if self._is_last:
-                self._running.lane_returned(nano_batch)
 
         player = greenlet.greenlet(play)
         player.gr_context = context

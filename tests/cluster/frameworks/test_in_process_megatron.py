@@ -59,7 +59,7 @@ from trainer_client.frameworks.megatron.halves import (  # noqa: E402
 from trainer_client.frameworks.megatron.inside_documents import (  # noqa: E402
     why_documents_stay_whole,
 )
-from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns  # noqa: E402
+from trainer_client.frameworks.megatron.lanes import HalvesInTurns  # noqa: E402
 from trainer_client.frameworks.megatron.refusals import has_experts_apart  # noqa: E402
 from trainer_client.frameworks.megatron.steps import (  # noqa: E402
     _bounds,
@@ -425,13 +425,13 @@ def test_what_cannot_be_cut_is_refused(given: dict[str, Any], error: type[Except
     model = Language()
     turns = HalvesInTurns(model, inside_documents=False)
     packed = packed_rows([5, 7])
-    microbatch = CutMicrobatch(turns.cut([0, 5, 12], inside_documents=False), first=0, is_last=True)
-    with turns.running(microbatch), pytest.raises(error):
+    halves = turns.cut([0, 5, 12], inside_documents=False)
+    with turns.running(halves, first=0), pytest.raises(error):
         model.forward(**{"packed_seq_params": packed, **given})
     # Nor is a document that does not lie in a packed row.
     turns = HalvesInTurns(model, inside_documents=True)
-    microbatch = CutMicrobatch(turns.cut([0, 12], inside_documents=True), first=0, is_last=True)
-    with turns.running(microbatch), pytest.raises(UnsupportedSetting):
+    halves = turns.cut([0, 12], inside_documents=True)
+    with turns.running(halves, first=0), pytest.raises(UnsupportedSetting):
         model.forward(torch.zeros(1, 12))
 
 

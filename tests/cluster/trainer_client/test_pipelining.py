@@ -58,9 +58,9 @@ from trainer_client import (
 from trainer_client import core_attention as served
 from trainer_client.pipelines.pipelining import (
     _check_stages,
-    _microbatch,
-    _run_rows_in_turns,
     _with_its_own_errors,
+    in_microbatch,
+    run_rows_in_turns,
     runtime_of,
 )
 from trainer_client.step.lane import current_step, in_nano_batch
@@ -659,14 +659,10 @@ def test_stages_of_another_rank_are_refused() -> None:
 
 def test_a_microbatch_has_as_many_rows_as_nano_batches() -> None:
     module = nn.Linear(2, 2)
-    _run_rows_in_turns(module, 2, is_last=True)
+    run_rows_in_turns(module, 2)
     assert module(torch.zeros(3, 2)).shape == (3, 2)  # outside of microbatches
-    token = _microbatch.set(0)
-    try:
-        with pytest.raises(SessionError):
-            module(torch.zeros(3, 2))
-    finally:
-        _microbatch.reset(token)
+    with in_microbatch(0, 2), pytest.raises(SessionError):
+        module(torch.zeros(3, 2))
 
 
 def test_parts_of_a_packed_row_are_as_long_as_what_was_submitted() -> None:

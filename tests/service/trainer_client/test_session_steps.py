@@ -456,7 +456,7 @@ def test_outputs_of_lanes_go_with_their_last_reference(pool_of_four: Cluster) ->
         rows = [random_rows() for _ in range(2)]
         calls: list[Call] = [(tuple(each), {}) for each in rows]
         with session.step(0):
-            outputs = run_in_turns(layer, calls, 0, is_last=True)
+            outputs = run_in_turns(layer, calls, 0)
             halves = [weakref.ref(output) for output in outputs]
             joined = torch.cat(outputs)
             del outputs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -28,21 +27,6 @@ _TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments ``[..., b, s]``."""
 
 
-@dataclass(frozen=True)
-class CutMicrobatch:
-    """A microbatch while a chunk runs it.
-
-    Attributes:
-        halves: those with rows, or padding.
-        first: nano-batch of the first one.
-        is_last: whether this is the last chunk of its rank to run them.
-    """
-
-    halves: Sequence[Half]
-    first: int
-    is_last: bool
-
-
 class HalvesInTurns:
     """Has a model chunk run the halves of each microbatch in turns.
 
@@ -60,7 +44,8 @@ class HalvesInTurns:
         self._signature = inspect.signature(model.forward)
         self._set_input: Callable[[Any], None] = model.set_input_tensor
         self._input: Any = None
-        self._microbatch: CutMicrobatch | None = None
+        # Of the microbatch that runs, with the nano-batch of the first.
+        self._running: tuple[Sequence[Half], int] | None = None
         model.forward = self._run
         model.set_input_tensor = self._take_input
         self._hooks = give_rows_their_positions(model) if inside_documents else []
@@ -89,14 +74,14 @@ class HalvesInTurns:
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @contextmanager
-    def running(self, microbatch: CutMicrobatch) -> Iterator[None]:
-        """Forward passes in the block are those of ``microbatch``; outside of one, nothing is
-        cut."""
-        self._microbatch = microbatch
+    def running(self, halves: Sequence[Half], first: int) -> Iterator[None]:
+        """Forward passes in the block are those of a microbatch with ``halves``, of which ``first``
+        is the first one's nano-batch; outside of one, nothing is cut."""
+        self._running = halves, first
         try:
             yield
         finally:
-            self._microbatch, self._input = None, None
+            self._running, self._input = None, None
 
     def _take_input(self, input_tensor: Any) -> None:
         self._set_input(input_tensor)
@@ -106,14 +91,12 @@ class HalvesInTurns:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole microbatch, as the chunk's own forward would give it."""
 
-        microbatch = self._microbatch
-        if microbatch is None:
+        if self._running is None:
             return self._forward(*args, **kwargs)
-        named = self._named(args, kwargs)
-        halves = microbatch.halves
+        (halves, first), named = self._running, self._named(args, kwargs)
         layout = Layout(named.get("packed_seq_params") is not None, self._shards)
         calls = self._calls(named, halves, layout)
-        outputs = run_in_turns(self._run_half, calls, microbatch.first, is_last=microbatch.is_last)
+        outputs = run_in_turns(self._run_half, calls, first)
         return self._joined(outputs, halves, layout)
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.halves import Half
 from trainer_client.frameworks.megatron.host_bounds import are_read_on_host, with_planned_bounds
 from trainer_client.frameworks.megatron.inside_documents import why_documents_stay_whole
-from trainer_client.frameworks.megatron.lanes import CutMicrobatch, HalvesInTurns
+from trainer_client.frameworks.megatron.lanes import HalvesInTurns
 from trainer_client.frameworks.megatron.pipelines import pipelining_of
 from trainer_client.frameworks.megatron.refusals import reasons_against_turns, unwrapped
 from trainer_client.frameworks.versions import UnsupportedSetting, rank_options
@@ -80,9 +80,7 @@ class ServedSteps:
         cut_documents: bool | None = False,
     ) -> None:
         self.session = session
-        self._n_chunks = len(chunks)
         self._started: Counter[int] = Counter()
-        self._chunks_begun: Counter[int] = Counter()
         models: list[Any] = [unwrapped(chunk) for chunk in chunks] if ping_pong else []
         self._cut_documents = cut_documents
         inside_documents = cut_documents is not False
@@ -174,7 +172,6 @@ class ServedSteps:
                 f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
             )
         self._started.clear()
-        self._chunks_begun.clear()
         self.session.submit(self._manifest(number, microbatches), forward_only=forward_only)
         with self.session.step(number) as running:
             yield running
@@ -221,17 +218,8 @@ class ServedSteps:
                 return forward_step(data_iterator, model, *args, **kwargs)
             microbatch = self._started[id(model)]
             self._started[id(model)] += 1
-            self._chunks_begun[microbatch] += 1
-            is_last = self._chunks_begun[microbatch] == self._n_chunks
-            with self._in_microbatch(microbatch):
-                if self._turns:
-                    with self._halves_in_turns(model, microbatch, is_last=is_last):
-                        return forward_step(data_iterator, model, *args, **kwargs)
-                with in_nano_batch(microbatch):
-                    output = forward_step(data_iterator, model, *args, **kwargs)
-                if is_last:
-                    require_step().lane_returned(microbatch)
-                return output
+            with self._in_microbatch(microbatch), self._in_lanes(model, microbatch):
+                return forward_step(data_iterator, model, *args, **kwargs)
 
         return in_its_lane
 
@@ -264,10 +252,10 @@ class ServedSteps:
         own = with_planned_bounds(packed, planned.bounds, where, check_later)
         return args, kwargs | {"packed_seq_params": own}
 
-    def _halves_in_turns(
-        self, model: nn.Module, microbatch: int, *, is_last: bool
-    ) -> AbstractContextManager[None]:
+    def _in_lanes(self, model: nn.Module, microbatch: int) -> AbstractContextManager[None]:
         """Around a forward step of one chunk."""
+        if not self._turns:
+            return in_nano_batch(microbatch)
         turns = self._turns.get(id(unwrapped(model)))
         if turns is None:
             raise SessionError(
@@ -277,7 +265,7 @@ class ServedSteps:
         first, second = self._running[microbatch].halves
         # Without rows the second half is no call: other ranks do not await it.
         halves = [first, second] if second.n_rows or second.padding else [first]
-        return turns.running(CutMicrobatch(halves, 2 * microbatch, is_last))
+        return turns.running(halves, 2 * microbatch)
 
     def close(self, error: str = "") -> None:
         """As :meth:`trainer_client.Session.close`; the model is as it was before."""

@@ -1,20 +1,18 @@
-"""The nano-batches of a batch run in turns, and their outputs joined."""
+"""A batch cut into its nano-batches, and their outputs joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainer_client.frameworks.torchtitan.attention import is_validation
 from trainer_client.frameworks.torchtitan.cutting import padded, padded_positions
 from trainer_client.frameworks.versions import UnsupportedSetting
-from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.models.documents import documents_of
-from trainer_client.step.lane import Lane, in_nano_batch, require_step
-from trainer_client.step.ping_pong import Call, run_in_turns
+from trainer_client.step.lane import Lane, require_step
+from trainer_client.step.ping_pong import Call
 from trainer_client.turns.parts import RowPart, joined, rows_joined
 
 Output = Any
@@ -92,40 +90,3 @@ class CutBatch:
         begun[:, :1] = 0
         masks = self._model.get_attention_masks(positions=begun)
         return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
-
-
-class BatchInTurns:
-    """A model's forward, run for each nano-batch of a batch.
-
-    Args:
-        model: a decoder of torchtitan; its ``forward`` is replaced on the object, so that what
-            wraps or shards it stays around it.
-        planned: what was submitted of a batch of the running step, by its number.
-
-    Attributes:
-        microbatch: the number of the batch in its step.
-    """
-
-    def __init__(self, model: Any, planned: Callable[[int], SubmittedBatch]) -> None:
-        self._model, self._planned = model, planned
-        self._forward: Callable[..., Output] = model.forward
-        self.microbatch = 0
-        model.forward = self.run
-
-    @outside_graphs
-    def run(self, tokens: torch.Tensor, **kwargs: Any) -> Output:
-        """The model's output for ``tokens`` ``[B, L]``; of validation, which nobody has planned, at
-        once.
-        """
-        if is_validation():
-            return self._forward(tokens, **kwargs)
-        planned = self._planned(self.microbatch)
-        if len(planned.cuts) == 1:
-            with in_nano_batch(planned.first):
-                output = self._forward(tokens, **kwargs)
-            require_step().lane_returned(planned.first)
-            return output
-        batch = CutBatch(self._model, planned)
-        calls = batch.calls((tokens,), kwargs)
-        outputs = run_in_turns(self._forward, calls, planned.first, is_last=True, model=self._model)
-        return batch.joined(outputs)

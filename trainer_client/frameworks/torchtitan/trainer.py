@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from itertools import count, islice
 from typing import Any
@@ -23,7 +24,7 @@ from trainer_client.frameworks.torchtitan.attention import (
     ServedAttention,
 )
 from trainer_client.frameworks.torchtitan.cutting import Cutting, why_documents_stay_whole
-from trainer_client.frameworks.torchtitan.lanes import BatchInTurns, CutBatch, SubmittedBatch
+from trainer_client.frameworks.torchtitan.lanes import CutBatch, SubmittedBatch
 from trainer_client.frameworks.torchtitan.pipelines import order_of, timed_run
 from trainer_client.frameworks.torchtitan.refusals import problems
 from trainer_client.frameworks.torchtitan.settings import DistcaSettings
@@ -37,7 +38,7 @@ from trainer_client.hooks.kept_state import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.pipelines.deferred_weights import defer_weights
-from trainer_client.pipelines.pipelining import Pipeline
+from trainer_client.pipelines.pipelining import Pipeline, in_microbatch, run_rows_in_turns
 from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions
@@ -68,7 +69,7 @@ class ServedTrainer(Trainer):
         super().__init__(config)
         self._running: list[SubmittedBatch] = []
         self._pipeline: Pipeline | None = None
-        self._turns: list[BatchInTurns] = []
+        self._n_run = 0
         self._order = self._order_of_pipelines()
         self._cutting = self._how_to_cut()
         self._layers_of_parts: list[int] = []
@@ -80,16 +81,18 @@ class ServedTrainer(Trainer):
         # What the data end within is no step: torchtitan's iterator raises.
         batches = list(islice(data_iterator, self._batches_of_step))
         step = self._submit(batches)
-        for turns in self._turns:
-            turns.microbatch = 0
+        self._n_run = 0
         with (self._pipeline or self._session).step(step):
             super().train_step(iter(batches))
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         """A batch (or with pipelines, all microbatches), in its nano-batches."""
-        loss: torch.Tensor = super().forward_backward_step(**arguments)
-        for turns in self._turns:
-            turns.microbatch += 1
+        with ExitStack() as stack:
+            if self._pipeline is None:
+                self._planned(self._n_run)
+                stack.enter_context(in_microbatch(self._n_run, self._cutting.n_lanes))
+                self._n_run += 1
+            loss: torch.Tensor = super().forward_backward_step(**arguments)
         return loss
 
     def close(self) -> None:
@@ -109,16 +112,18 @@ class ServedTrainer(Trainer):
 
     def _wire(self) -> None:
         """Has the model run in lanes."""
+
+        def cut_by(part: Any, microbatch: int) -> CutBatch:
+            return CutBatch(part, self._planned(microbatch))
+
         for part in self.model_parts:
             prepare_fsdp(part)
         if self.parallel_dims.pp_enabled:
-            self._pipeline = Pipeline(
-                self._session,
-                *_stages_of(self.pp_schedule),
-                cut_by=lambda stage, microbatch: CutBatch(stage, self._planned(microbatch)),
-            )
-        else:
-            self._turns = [BatchInTurns(part, self._planned) for part in self.model_parts]
+            stages = _stages_of(self.pp_schedule)
+            self._pipeline = Pipeline(self._session, *stages, cut_by=cut_by)
+            return
+        for part in self.model_parts if self._cutting.n_lanes > 1 else ():
+            run_rows_in_turns(part, self._cutting.n_lanes, cut_by)
 
     @property
     def _batches_of_step(self) -> int:
