@@ -24,7 +24,7 @@ from control_plane.access.connections import Connections
 from control_plane.access.fair_threads import FairThreads
 from control_plane.access.job_keys import job_keys
 from control_plane.access.rate_limit import RateLimit
-from control_plane.cold_start.planners import ColdPlanners
+from control_plane.cold_start.planner import ColdPlanner, PlannerState
 from control_plane.errors import RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.leadership.epochs import next_generation
@@ -136,15 +136,20 @@ class ControlPlane:
             own=[tls.certificate_file if tls else None],
             authorities=[tls.client_ca_file if tls else None],
         )
-        self._planners = ColdPlanners(
-            planners,
-            on_change=self.metrics.planner_changed,
-            on_failure=self.metrics.series.compilations_failed_total.inc,
-        )
+        # Others are plain Python.
+        self._cold = {
+            name: ColdPlanner(
+                name,
+                on_change=self.metrics.planner_changed,
+                on_failure=self.metrics.series.compilations_failed_total.inc,
+            )
+            for name, planner in planners.items()
+            if PLANNERS.get(name) is planner
+        }
         self._clock = asyncio.get_running_loop().time
         keys = job_keys(settings.access.token_secret_file, settings.state_dir)
         self.coordinator = Coordinator(
-            settings.coordinator, self._planners.planners, self.metrics, self._clock, keys
+            settings.coordinator, {**planners, **self._cold}, self.metrics, self._clock, keys
         )
         self._settings = settings
         self._refusals = Refusals(self.metrics.registry, self._clock)
@@ -166,9 +171,8 @@ class ControlPlane:
         """Listens, and writes the address file. Leads if it is alone, else stands by."""
         try:
             self._server = self._build_server(self._settings.listen_address)
-            await asyncio.to_thread(
-                self._planners.start, self._settings.coordinator.default_planner
-            )
+            if (default := self._default_planner) is not None:
+                await asyncio.to_thread(default.start)
             await self._server.start()
             metrics = self._settings.metrics_address
             metrics_at = "no port" if metrics is None else self._start_metrics(metrics)
@@ -184,7 +188,7 @@ class ControlPlane:
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
         await self._end_service()
-        await asyncio.to_thread(self._planners.close)
+        await asyncio.gather(*(asyncio.to_thread(each.close) for each in self._cold.values()))
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -248,8 +252,13 @@ class ControlPlane:
         self._warn_if_open()
         return server
 
+    @property
+    def _default_planner(self) -> ColdPlanner | None:
+        return self._cold.get(self._settings.coordinator.default_planner)
+
     def _planner_state(self) -> str:
-        return self._planners.state(self._settings.coordinator.default_planner)
+        default = self._default_planner
+        return PlannerState.COMPILED if default is None else default.state
 
     def _access_interceptor(self) -> AccessInterceptor:
         access = self._settings.access

@@ -55,11 +55,6 @@ from trainer_client.step.step_report import StepReport, lengths
 
 logger = logging.getLogger(__name__)
 
-_PLACEMENTS = {
-    Placement.POOL: jobs_pb2.PLACEMENT_POOL,
-    Placement.IN_PLACE: jobs_pb2.PLACEMENT_IN_PLACE,
-    Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
-}
 _SERVING_CHECK_SECONDS = 1e-3
 _REPORTS = 8
 _DEVICE_SECONDS = 1.0
@@ -507,7 +502,7 @@ class Session:
                 n_nano_batches=options.n_nano_batches,
                 head_groups=options.head_groups,
                 shape=shape_to_proto(options.tick_shape),
-                placement=_PLACEMENTS[options.placement],
+                placement=f"PLACEMENT_{options.placement.name}",
                 tolerance=options.tolerance,
                 planner=options.planner,
                 min_forward_tokens=options.min_forward_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from control_plane.access.job_keys import JobKeys
 from control_plane.errors import InvalidRequestError, RefusedError
@@ -25,8 +26,8 @@ from control_plane.jobs.membership import (
 )
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.requests import opened_event
+from control_plane.jobs.same_documents import Group, check_group
 from control_plane.jobs.step_planner import StepPlanner
-from control_plane.jobs.tensor_parallel import Group, check_group
 from control_plane.leadership.epochs import first_epoch
 from control_plane.metrics.metrics import Metrics
 from distca.contract.rpc_errors import Reason
@@ -111,7 +112,6 @@ class Admission:
         """
         self._sweep()
         self._check_open(spec, rank, host, group)
-        now, lease_id = self._clock(), new_lease_id()
         job = self._joinable(spec, rank, owner, replace=replace)
         if job is None:
             self._jobs.check_room(spec, owner)
@@ -121,21 +121,36 @@ class Admission:
         if in_place is not None:
             self._membership.check_free(in_place.server_id)
         if job is None:
-            job = self._create_job(spec, owner)
+            self._n_created += 1
+            job_id = new_job_id(spec.name, self.first_epoch + self._n_created)
+            job = self._make_job(spec, job_id, self._job_keys.key_of(job_id, owner), owner)
         try:
-            job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
+            lease_id = self._enter(job, job.join, rank, host, in_place, group)
         except RefusedError as error:
             self._refuse(job, rank, error)
             raise
-        if in_place is not None:
-            self._membership.register_in_place(
-                in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
-            )
-            self._members_changed()
         logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
-        self._metrics.series.registrations_total.labels("rank").inc()
-        self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
+
+    def _enter(
+        self,
+        job: Job,
+        enter: Callable[..., None],
+        rank: int,
+        host: str,
+        in_place: ServerDescription | None,
+        group: Group,
+    ) -> str:
+        """Gives a rank and its server a lease of ``job``, which it enters so; returns the lease."""
+        now, lease_id = self._clock(), new_lease_id()
+        enter(rank, host=host, lease_id=lease_id, now=now, group=group)
+        if in_place is not None:
+            place = InPlace(job.job_id, rank)
+            self._membership.register_in_place(in_place, place, lease_id=lease_id, now=now)
+        self._metrics.series.registrations_total.labels("rank").inc()
+        self._metrics.members_changed(self._membership.members())
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        return lease_id
 
     def _joinable(self, spec: JobSpec, rank: int, owner: str, *, replace: bool) -> Job | None:
         """The open job that ``rank`` joins; None if it creates one, for which one of the name ends
@@ -189,24 +204,26 @@ class Admission:
         if name_of(job_id) != spec.name:
             raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
         job = self._jobs.find(job_id, spec)
-        now, lease_id = self._clock(), new_lease_id()
         if job is None:
             self._jobs.check_room(spec, owner)
             self._free_name(job_id, spec.name, owner)
-            job = self._reopen_job(spec, job_id, key, owner)
+            now = self._clock()
+            job = self._make_job(
+                spec,
+                job_id,
+                key,
+                owner,
+                # All its ranks are to come back.
+                absent=frozenset(range(spec.n_ranks)),
+                reopened_at=now,
+                return_by=now + self._lease_seconds,
+            )
         self._membership.remove_in_place(job_id, rank)
         if in_place is not None:
             self._membership.check_free(in_place.server_id)
-        job.come_back(rank, host=host, lease_id=lease_id, now=now, group=group)
-        if in_place is not None:
-            self._membership.register_in_place(
-                in_place, InPlace(job_id, rank), lease_id=lease_id, now=now
-            )
+        lease_id = self._enter(job, job.come_back, rank, host, in_place, group)
         job.recovery.raise_epoch(epoch)
         logger.info("job %s: rank %d came back from %s", job_id, rank, host)
-        self._metrics.series.registrations_total.labels("rank").inc()
-        self._members_changed()
-        self._metrics.ranks_changed(self._jobs.open_jobs())
         self._recoveries.rank_came_back(job)
         return job, lease_id
 
@@ -238,32 +255,15 @@ class Admission:
                 f"--transport={spec.transport}",
             )
 
-    def _create_job(self, spec: JobSpec, owner: str) -> Job:
-        self._n_created += 1
-        job_id = new_job_id(spec.name, self.first_epoch + self._n_created)
-        key = self._job_keys.key_of(job_id, owner)
+    def _make_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str, **reopened: Any) -> Job:
+        """A new job, or one from before this control plane."""
         job = self._jobs.create(
-            spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch
+            spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch, **reopened
         )
-        logger.info("job %s opened: %s", job.job_id, spec)
-        self._announce(job)
-        return job
-
-    def _reopen_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str) -> Job:
-        """A job from before this control plane, to which all its ranks are to come back."""
-        now = self._clock()
-        job = self._jobs.create(
-            spec,
-            job_id=job_id,
-            key=key,
-            owner=owner,
-            first_epoch=self.first_epoch,
-            absent=frozenset(range(spec.n_ranks)),
-            reopened_at=now,
-            return_by=now + self._lease_seconds,
-        )
-        logger.info("job %s opened again: its ranks come back", job_id)
-        self._announce(job)
+        logger.info("job %s opened%s: %s", job_id, " again" if reopened else "", spec)
+        self._metrics.job_opened(spec)
+        if spec.placement.uses_pool:
+            self._streams.send_to_pool(opened_event(job, to_server=True))
         return job
 
     def _free_name(self, job_id: str, name: str, owner: str) -> None:
@@ -286,14 +286,6 @@ class Admission:
             f"its name {name} is that of another job, whose ranks have come back; open it under "
             "another name",
         )
-
-    def _announce(self, job: Job) -> None:
-        self._metrics.job_opened(job.spec)
-        if job.spec.placement.uses_pool:
-            self._streams.send_to_pool(opened_event(job, to_server=True))
-
-    def _members_changed(self) -> None:
-        self._metrics.members_changed(self._membership.members())
 
 
 def new_lease_id() -> str:

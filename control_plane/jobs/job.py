@@ -16,11 +16,11 @@ from types import MappingProxyType
 from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.open_step import HandIn, OpenStep
-from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.rank_leases import RankLeases
 from control_plane.jobs.recovery import Answers, JobRecovery, is_finished
 from control_plane.jobs.reported_steps import ReportedSteps
+from control_plane.jobs.same_documents import Group, TensorParallelGroups, difference_of_stages
 from control_plane.jobs.server_speeds import ServerSpeeds
 from control_plane.jobs.step import (
     MAX_MISSING,
@@ -30,7 +30,6 @@ from control_plane.jobs.step import (
     StepRecord,
     busy_seconds,
 )
-from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
 from control_plane.jobs.waits import Waits
 from core_attention.manifest import RankManifest
 from core_attention.step_lane import placed

@@ -185,22 +185,18 @@ def flash_attn_func(
         raise TensorError(
             f"q has {tokens} tokens and k {k.shape[1]}; keys of a cache are not served"
         )
-    ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32)
-    o = flash_attn_varlen_func(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        cu_seqlens_q=ends,
-        cu_seqlens_k=ends,
-        max_seqlen_q=tokens,
-        max_seqlen_k=tokens,
+    _refuse(
         dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         return_attn_probs=return_attn_probs,
+        causal=None if causal else False,
+    )
+    o = core_attention(
+        *(tensor.flatten(0, 1).contiguous() for tensor in (q, k, v)),
+        cu_seqlens=torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32),
+        window=_window(window_size),
+        softcap=softcap,
+        scale=softmax_scale,
     )
     return o.reshape(batch, tokens, *o.shape[1:])
 

@@ -14,12 +14,8 @@ from torch import nn
 from trainer_client.errors import SessionError
 
 
-class UnsupportedFramework(SessionError):
-    """A framework is missing, or of a version that the integration was not written for."""
-
-
 class UnsupportedSetting(SessionError):
-    """A setting of the framework that served core attention cannot work with."""
+    """Served core attention cannot work with this version or setting of a framework."""
 
 
 def require_version(distribution: str, at_least: str, below: str, extra: str) -> None:
@@ -36,11 +32,11 @@ def require_version(distribution: str, at_least: str, below: str, extra: str) ->
     try:
         found = version(distribution)
     except PackageNotFoundError:
-        raise UnsupportedFramework(
+        raise UnsupportedSetting(
             f"{distribution} is not installed; this integration needs {valid}; {remedy}"
         ) from None
     if not _numbers(at_least) <= _numbers(found) < _numbers(below):
-        raise UnsupportedFramework(
+        raise UnsupportedSetting(
             f"{distribution} {found} is installed; this integration needs {valid}; {remedy}"
         )
 

@@ -7,8 +7,6 @@ independent, so each rank is a rank of the job of its own, with as many heads as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,30 +90,15 @@ def with_group(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "tensor_parallel_ranks": ranks}
 
 
-@contextmanager
-def named_failures(model: nn.Module) -> Iterator[None]:
-    """Says of a forward of ``model`` that fails under tensor parallelism what may be the cause."""
-
-    mesh = mesh_of(model)
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if mesh is None:
-            raise
-        n_ranks = mesh.size()
-        heads = _heads_of(model)
-        if uneven := {name: n for name, n in heads.items() if n % n_ranks}:
-            shown = " and ".join(f"{name}={n}" for name, n in uneven.items())
-            raise SessionError(
-                f"the model has {shown}, which {n_ranks} tensor-parallel ranks cannot share; give "
-                "it heads that they divide"
-            ) from error
-        if isinstance(error, ValueError | SessionError):
-            raise
+def check_heads(model: nn.Module) -> None:
+    """Checks that the ranks of a tensor-parallel group can share the heads of ``model``."""
+    n_ranks = n_shares(model)
+    if uneven := {name: n for name, n in _heads_of(model).items() if n % n_ranks}:
+        shown = " and ".join(f"{name}={n}" for name, n in uneven.items())
         raise SessionError(
-            f"a forward on {n_ranks} tensor-parallel ranks failed: {error}; they must divide the "
-            "heads, which the model counts from its projections"
-        ) from error
+            f"the model has {shown}, which {n_ranks} tensor-parallel ranks cannot share; give it "
+            "heads that they divide"
+        )
 
 
 def _heads_of(model: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import nn
 from attention_node.settings import check_device, device_name
 from core_attention.shape import AttentionShape
 from trainer_client.errors import SessionError
-from trainer_client.hooks.tensor_parallel import named_failures, with_group
+from trainer_client.hooks.tensor_parallel import check_heads, with_group
 from trainer_client.models.document_check import attention_modules, check_of
 
 
@@ -28,8 +28,8 @@ def options_of_model(model: nn.Module, options: Mapping[str, Any]) -> dict[str, 
     """``options`` with those that follow from the model of transformers in ``model``. The check of
     documents has found them; where weights are sharded, all ranks come together in it."""
     refuse_prompts(model)
-    with named_failures(model):
-        checks = {id(c): c for c in map(check_of, attention_modules(model)) if c is not None}
+    check_heads(model)
+    checks = {id(c): c for c in map(check_of, attention_modules(model)) if c is not None}
     if not checks:
         raise SessionError(
             f"{type(model).__name__} holds no model of transformers with attn_implementation="

@@ -18,8 +18,8 @@ from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
 from control_plane.jobs.publication import publish_step
 from control_plane.jobs.rank_leases import Patience
+from control_plane.jobs.same_documents import check_group
 from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
-from control_plane.jobs.tensor_parallel import check_group
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
