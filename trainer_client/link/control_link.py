@@ -133,6 +133,7 @@ class ControlLink:
         self._outbox = Outbox(self._lifeline)
         self._request = jobs_pb2.OpenJobRequest()
         self._listener: RankListener | None = None
+        self._told = HandedInStep()
         self._failure: Exception | None = None
         self._left = self._is_resuming = False
         self._opened = threading.Event()
@@ -202,9 +203,13 @@ class ControlLink:
         )
 
     def tell(self, joining: jobs_pb2.Joining) -> None:
-        """Says that a forward has begun, and where the rank's round is."""
-        handed_in = HandedInStep(joining=joining)
-        self._outbox.put("a round", lambda contact: contact.submit(handed_in))
+        """Says that a forward has begun, and where the rank's round is; a later one says it all."""
+        self._told = handed_in = HandedInStep(joining=joining)
+        self._outbox.put(
+            "a round",
+            lambda contact: contact.submit(handed_in),
+            over=lambda: handed_in is not self._told,
+        )
 
     def report(self, step: int, measurement: StepNews) -> None:
         """Sends what the rank or its in-place server measured in a step, that the rank gave it up,

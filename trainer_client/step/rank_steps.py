@@ -282,7 +282,8 @@ class RankSteps:
     def _numbered_at_home(self, sequence: int) -> PlannedStep | None:
         """As :meth:`_planned_at_home`, for a hand-in without a number: it gets the first one that
         fits it and nobody has used, as far as is known. Should the control plane give it another,
-        it is left out under that."""
+        it is left out under that. A control plane that is back learns where the rank's round is,
+        since others' hand-ins may have come there meanwhile."""
         handed_in = self._machine.joining(sequence)
         if handed_in is None:
             return None
@@ -293,6 +294,7 @@ class RankSteps:
         handed_in = numbered(handed_in, step)
         if (home := self._own(handed_in)) is not None:
             self._machine.numbered(sequence, step, handed_in)
+            self._link.tell(joining)
         return home
 
     def _own(self, handed_in: HandedInStep) -> PlannedStep | None:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import distca
+from distca.contract.timeouts import default_seconds
 from tests.support.tiny_models import TINY_LLAMA
 
 TOLERANCE = 1e-5
@@ -561,6 +562,34 @@ def stopped_control_plane(run: Run) -> None:
     for _ in range(3):
         run.step()
     run.compare()
+
+
+@loop
+def one_rank_at_home(run: Run) -> None:
+    """One rank has run its round at home when the control plane is back, and sits in a collective:
+    the other one is planned without it at once."""
+    if not CONTROL_PLANE:
+        return
+    # Its second forward rebuilds buckets, by a collective, and those after it have none.
+    wrapped = DistributedDataParallel(run.model, forward_sync_buffers=False)
+    for _ in range(2):
+        run.step(model=wrapped)
+        run.compare(is_mean=True)
+    documents = run.draw()
+    if run.rank == 0:
+        os.kill(CONTROL_PLANE, signal.SIGSTOP)
+        try:
+            loss = run.loss(documents, model=wrapped)
+        finally:
+            os.kill(CONTROL_PLANE, signal.SIGCONT)
+    dist.barrier()
+    began = time.monotonic()
+    if run.rank == 1:
+        loss = run.loss(documents, model=wrapped)
+        assert time.monotonic() - began < default_seconds("round_join_seconds")
+    loss.backward()
+    run.local_loss(documents).backward()
+    run.compare(is_mean=True)
 
 
 class OwnModel(nn.Module):

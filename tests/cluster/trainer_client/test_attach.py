@@ -50,6 +50,7 @@ def test_ranks_number_steps_at_home(tmp_path: Path, two_nodes: Cluster, placemen
         tmp_path,
         2,
         "stopped_control_plane",
+        "one_rank_at_home",
         DISTCA_CONTROL_PLANE=two_nodes.address,
         DISTCA_PLACEMENT=placement,
         CONTROL_PLANE=str(two_nodes.control_plane.popen.pid),
