@@ -305,6 +305,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             kept_forward_ticks=self._kept_forward_ticks,
         )
 
+    def go_home(self, number: int, now: float) -> Instructions[Plan, Cause]:
+        """This rank computes the rest of a step itself. Servers of its plan do not wait for it,
+        whether or not it has come to run under that."""
+        step = self._known(number)
+        assert step.running is not None
+        return [*step.running.go_home(now), *self._connect(step)]
+
     def end_step(self, step: int, why: str) -> Instructions[Plan, Cause]:
         """The step's block has ended; ``why``, if it was not run to its end."""
         running = self.running(step)

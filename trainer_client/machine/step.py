@@ -74,7 +74,6 @@ class StepMachine(Generic[Plan, Cause]):
         self.trouble = "no plan has come"
         self._n_layers, self._patience_seconds = n_layers, patience_seconds
         self._without_plan_since = now
-        self._last_epoch: int | None = None
         self._replayed: list[Tick] = []
 
     @property
@@ -132,7 +131,6 @@ class StepMachine(Generic[Plan, Cause]):
             return []
         out = self.leave_plan("another plan has come", now)
         self.outline, self.state = outline, State.REPLAYING
-        self._last_epoch = outline.epoch
         self._replayed = []
         return out + self._replay(outline, now)
 
@@ -196,11 +194,11 @@ class StepMachine(Generic[Plan, Cause]):
         return [*out, *self.leave_plan(lost.detail, now), lost]
 
     def go_home(self, now: float) -> list[Instruction[Plan, Cause]]:
-        """This rank computes the ticks that are not complete itself; see ``can_go_home``."""
+        """This rank computes the ticks that are not complete itself; see ``can_go_home``. Servers
+        that know of a plan are still to learn it: :meth:`take_no_part`."""
         out = self.leave_plan("it is computed at home", now)
         self.at_home = True
-        ends = [] if self._last_epoch is None else self.take_no_part(self._last_epoch)
-        return [*out, *ends]
+        return out
 
     def take_no_part(self, epoch: int) -> list[Instruction[Plan, Cause]]:
         """Under the plan of ``epoch``, servers expect ticks that will not come."""

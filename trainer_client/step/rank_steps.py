@@ -331,7 +331,7 @@ class RankSteps:
             has_plan = outline is not None and outline.plan.sequence == planned.sequence
             goes_home = planned.at_home and not has_plan
             if goes_home:
-                instructions += machine.go_home(time.monotonic())
+                instructions += self._machine.go_home(step, time.monotonic())
         self._carry_out(instructions, connects=True)
         if goes_home:
             self._count_at_home(running)
@@ -715,7 +715,7 @@ class RankSteps:
             return False
         if any(whole_documents(running, nano_batch) is None for nano_batch in lanes):
             return False
-        self._post(running.machine.go_home, time.monotonic())
+        self._post(self._machine.go_home, running.step, time.monotonic())
         self._count_at_home(running)
         return True
 

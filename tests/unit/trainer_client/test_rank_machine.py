@@ -169,7 +169,7 @@ def test_a_hand_in_that_ran_at_home_is_left_out_under_another_number() -> None:
     rank.machine.join(1, "hand-in 1")
     rank.machine.numbered(1, 4, "manifest 4")
     rank.begin(4)
-    rank.running(4).go_home(0.0)
+    rank.machine.go_home(4, 0.0)
     assert rank.machine.manifests == []
     rank.machine.numbered_late(1, 3)
     rank.plan(3, 1)
@@ -520,7 +520,7 @@ def test_a_rank_that_goes_home_tells_servers_from_where_on() -> None:
     rank.complete(forward(0), epoch=1)
     rank.send(forward(1), epoch=1)
     rank.running().server_failed(forward(1), 1, "server-1", "it was lost", "why", 0.0)
-    assert rank.running().go_home(1.0) == [instructions.EndLane(backward(1), 1)]
+    assert rank.machine.go_home(0, 1.0) == [instructions.EndLane(backward(1), 1)]
     assert not rank.running().can_go_home
     rank.running().computed(forward(1))
     for tick in (backward(1), backward(0)):
@@ -531,11 +531,20 @@ def test_a_rank_that_goes_home_tells_servers_from_where_on() -> None:
     assert rank.plan(0, 2)[-1] == instructions.EndLane(forward(0), 2)
 
 
+def test_servers_of_a_plan_that_was_not_entered_do_not_wait_for_a_rank_at_home() -> None:
+    rank = Rank(ALONE)
+    rank.hand_in(0)
+    rank.begin(0)
+    rank.plan(0, 1)
+    rank.machine.unreachable(0, 1, "connect failed", {"server-1": "refused"})
+    assert rank.machine.go_home(0, 0.0) == [instructions.EndLane(forward(0), 1)]
+
+
 def test_a_plan_that_comes_too_late_has_servers_told_that_the_rank_takes_no_part() -> None:
     rank = Rank(ALONE)
     rank.hand_in(0, 1)
     rank.begin(0)
-    assert rank.running().go_home(0.0) == []
+    assert rank.machine.go_home(0, 0.0) == []
     for tick in [*map(forward, range(N_LAYERS)), *map(backward, reversed(range(N_LAYERS)))]:
         assert rank.call(tick) is None
         rank.running().computed(tick)
