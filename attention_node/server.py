@@ -14,13 +14,10 @@ import socket
 import sys
 import threading
 import time
-from concurrent import futures
 from types import FrameType
 
-import grpc
 import psutil
 import torch
-from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from attention_node.announced_jobs import AnnouncedJobs
@@ -46,27 +43,16 @@ from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
-from distca.contract.settings import ClientTls, TlsFiles, values_of
+from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
-from distca.contract.tls import server_credentials
-from distca.machine_errors import ListenError, using
+from distca.machine_errors import using
 from distca.process.certificates import watch_certificates
-from distca.process.health_service import HealthCheck
 from distca.process.interrupt import heeded
 from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import Health, MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
-
-_HEALTH_MESSAGE_BYTES = 4096
-"""The health service is all that the node's gRPC port offers."""
-
-_HEALTH_CONNECTIONS = 256
-"""To that port: the files that a node may have open are for its ranks."""
-
-_HEALTH_CALLS = 256
-"""At a time: they wait for one of few threads."""
 
 QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""
@@ -154,13 +140,7 @@ class AttentionNode(Host):
         self._membership: PoolLink | None = None
         self._announced = AnnouncedJobs()
         self._plans = PlanThreads(self._break)
-        self._health = HealthCheck()
-        self._grpc = grpc.server(
-            futures.ThreadPoolExecutor(max_workers=4),
-            options=rpc.server_options(_HEALTH_MESSAGE_BYTES, _HEALTH_CONNECTIONS),
-            maximum_concurrent_rpcs=_HEALTH_CALLS,
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._serves = False
 
     def start(self) -> None:
         """Listens, measures its cost profiles, then registers: a server that cannot be reached is
@@ -169,13 +149,12 @@ class AttentionNode(Host):
         data_address = self._transport.listen(
             settings.rows_host, settings.data_port, self._ticks.accept
         )
-        health_address = Address(settings.data_host, self._start_health())
         self._endpoint = MetricsEndpoint(
             settings.data_host,
             settings.metrics_port,
             self._registry,
             self._pairs,
-            health=Health(serves=lambda: self._health.serves),
+            health=Health(serves=lambda: self._serves),
         )
         self._profiles = [self._measure(shape) for shape in settings.profile_shapes]
         self._membership = PoolLink(
@@ -197,12 +176,11 @@ class AttentionNode(Host):
         )
         self._membership.join()
         self.joined = True
-        self._health.serves = True
+        self._serves = True
         self._write_addresses(
             {
                 "server_id": settings.server_id,
                 "data": str(data_address),
-                "health": str(health_address),
                 "metrics": str(Address(settings.data_host, self._endpoint.port)),
             }
         )
@@ -218,7 +196,7 @@ class AttentionNode(Host):
             self._drop_forgotten_jobs()
         if self._lost is not None:
             raise self._lost
-        self._health.serves = False
+        self._serves = False
         if self._membership is not None:
             self._membership.drain()
         unfinished = self._wait_until_drained(time.monotonic() + self._settings.drain_seconds)
@@ -229,7 +207,7 @@ class AttentionNode(Host):
 
     def close(self) -> None:
         """Leaves the pool and ends everything. Idempotent."""
-        self._health.serves = False
+        self._serves = False
         if self._membership is not None:
             self._membership.leave()
         self._ticks.close()
@@ -237,7 +215,6 @@ class AttentionNode(Host):
         self._transport.close()
         if self._endpoint is not None:
             self._endpoint.close()
-        self._grpc.stop(grace=1.0).wait(2.0)
 
     def _check_executor(self) -> None:
         seconds = self._executor.oldest_ready_seconds
@@ -278,30 +255,6 @@ class AttentionNode(Host):
         folder = self._settings.profile_dir
         with using("profile_dir", folder):
             return load_or_measure(folder, kernel, shape, device)
-
-    def _start_health(self) -> int:
-        address = f"{self._settings.data_host}:{self._settings.health_port}"
-        self._health.serves = False
-        try:
-            port: int = self._add_port(address)
-        except RuntimeError as error:
-            settings = self._settings
-            raise ListenError(
-                "health_port", settings.data_host, settings.health_port, error
-            ) from error
-        self._grpc.start()
-        return port
-
-    def _add_port(self, address: str) -> int:
-        settings = self._settings
-        if settings.certificate_file is None or settings.key_file is None:
-            return int(self._grpc.add_insecure_port(address))
-        files = TlsFiles(
-            certificate_file=settings.certificate_file,
-            key_file=settings.key_file,
-            client_ca_file=settings.ca_file,
-        )
-        return int(self._grpc.add_secure_port(address, server_credentials(files)))
 
     def _describe(self, data_address: Address) -> membership_pb2.ServerDescription:
         return membership_pb2.ServerDescription(

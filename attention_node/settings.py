@@ -84,11 +84,10 @@ class NodeSettings(ClientTls):
     )
     data_interface: str = option(
         "",
-        "Network interface whose IPv4 address trainers reach, for example net1; health and "
-        "metrics stay at --data-host. Default: rows are exchanged there, too.",
+        "Network interface whose IPv4 address trainers reach, for example net1; metrics stay at "
+        "--data-host. Default: rows are exchanged there, too.",
     )
     data_port: int = option(0, "Port of the data plane; 0: any free one.")
-    health_port: int = option(0, "Port of grpc.health.v1; 0: any free one.")
     metrics_port: int = option(0, "Port of /metrics; 0: any free one.")
     transport: str = option(
         TransportName.AUTO,
@@ -144,7 +143,7 @@ class NodeSettings(ClientTls):
         check_device("device", self.device)
         object.__setattr__(self, "transport", check_transport(self.transport))
         check_seconds(self)
-        check_port(self, "data_port", "health_port", "metrics_port")
+        check_port(self, "data_port", "metrics_port")
         check_least(self, capacity_rows=0, buffer_limit_bytes=0)
         if self.buffer_limit_bytes:
             rows_within(self.buffer_limit_bytes, self.profile_shapes)

@@ -151,11 +151,8 @@ def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
         ready.cancel()
 
 
-def server_options(
-    max_message_bytes: int, most_connections: int = _MAX_CONNECTIONS
-) -> list[tuple[str, int]]:
-    """Options of a gRPC server that permits what :func:`open_channel` does, with
-    ``most_connections`` or as many as :func:`max_connections` says, if they are fewer."""
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Options of a gRPC server that permits what :func:`open_channel` does."""
     return [
         *_message_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
@@ -166,7 +163,7 @@ def server_options(
         # What connects and says nothing, says it slowly, or has nothing more to say.
         ("grpc.server_handshake_timeout_ms", int(SERVER_HANDSHAKE_SECONDS * 1000)),
         ("grpc.max_connection_idle_ms", int(_IDLE_CONNECTION_SECONDS * 1000)),
-        ("grpc.max_allowed_incoming_connections", min(most_connections, max_connections())),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
         # Several processes on one port would each hold half of the members.
         ("grpc.so_reuseport", 0),

@@ -33,12 +33,6 @@ class Reason(Enum):
     STANDBY = "standby", StatusCode.UNAVAILABLE, _RUNNING
     SHUTTING_DOWN = "shutting-down", StatusCode.UNAVAILABLE, _RUNNING
     NO_HANDSHAKE = "no-handshake", StatusCode.UNAVAILABLE, _RUNNING
-    PROCESS_UNAVAILABLE = (
-        "process-unavailable",
-        StatusCode.UNAVAILABLE,
-        "does a process listen there, do the TLS files match, and is its certificate for this host "
-        "or for --tls-server-name? Try again",
-    )
     DEADLINE_EXCEEDED = (
         "deadline-exceeded",
         StatusCode.DEADLINE_EXCEEDED,

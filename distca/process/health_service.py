@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -79,25 +79,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._serves = serves
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class HealthCheck(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The health of a server with threads: it cannot be watched (UNIMPLEMENTED), since each
-    watcher would take a thread. It answers for the process as a whole.
-
-    Attributes:
-        serves: whether it answers SERVING; set from any thread.
-    """
-
-    def __init__(self) -> None:
-        self.serves = False
-
-    def Check(
-        self, request: health_pb2.HealthCheckRequest, context: Any
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service != OVERALL:
-            context.abort(grpc.StatusCode.NOT_FOUND, _UNKNOWN)
-        return _answer(self.serves)
 
 
 _UNKNOWN = "this server has no service of that name; an empty name asks for the process as a whole"

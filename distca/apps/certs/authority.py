@@ -27,8 +27,6 @@ from distca.errors import DistcaError
 CLOCK_SKEW = timedelta(minutes=5)
 """Certificates begin so long before now, for machines whose clocks are behind."""
 
-_LISTENING = (Role.CONTROL_PLANE, Role.SERVER)
-
 
 class CertificateError(DistcaError):
     """A certificate or key is of no use, or must not be written; the message says what to do."""
@@ -115,14 +113,14 @@ class Authority:
         Args:
             identity: stands in it as a URI.
             lifetime: how long it is good.
-            names: DNS names and IP addresses under which a process that listens is reached.
+            names: DNS names and IP addresses under which a control plane is reached.
             starts_in: when it becomes good, from now.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         common_name = f"{identity.role}/{identity.name}"[:64]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
-        if identity.role in _LISTENING:
+        if identity.role is Role.CONTROL_PLANE:
             uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
         alternative = [x509.UniformResourceIdentifier(identity.uri), *map(_general_name, names)]
         builder = (

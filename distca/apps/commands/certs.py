@@ -43,7 +43,7 @@ class MakeOptions:
     host: Annotated[
         list[str],
         typer.Option(
-            help="DNS name or IP address under which control plane and servers are reached, beside "
+            help="DNS name or IP address under which the control plane is reached, beside "
             "localhost and this machine; may be given several times."
         ),
     ] = field(default_factory=list)
@@ -86,7 +86,7 @@ def make(options: MakeOptions) -> None:
     hosts = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *options.host]
     console = Console(soft_wrap=True)
     for identity, stem in zip(identities, stems, strict=True):
-        names = hosts if identity.role in (Role.CONTROL_PLANE, Role.SERVER) else []
+        names = hosts if identity.role is Role.CONTROL_PLANE else []
         signed = authority.issue(identity, lifetime=lifetime, names=dict.fromkeys(names))
         path = folder.add(stem, signed)
         console.print(plain(f"{path}  {identity.uri}"), highlight=False, markup=False)

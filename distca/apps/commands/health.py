@@ -1,9 +1,7 @@
-"""``distca health``: asks a process whether it serves, for container health checks and people."""
+"""``distca health``: asks a control plane whether it leads, for people and scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import typer
@@ -21,23 +19,17 @@ class HealthOptions:
 
     address: str = option(
         "localhost:7700",
-        "host:port of gRPC of a control plane, or of the health port of an attention node.",
+        "host:port of gRPC of a control plane.",
         envvar="DISTCA_HEALTH_ADDRESS",
     )
     timeout_seconds: float = option(
         default_seconds("ask_seconds"), "An answer must come within this time."
     )
-    alive: bool = option(
-        False,
-        "Any answer will do, also that it does not serve: a process that drains or stands by is "
-        "alive.",
-        "--alive/--serving",
-    )
 
 
 @options_from
 def health(options: HealthOptions, tls: ClientTls) -> None:
-    """Ask a process whether it serves (grpc.health.v1); exit code 0: yes, 3: no, 1: no answer."""
+    """Ask a control plane whether it leads (grpc.health.v1); exit code 0: yes, 3: no, 1: mute."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from distca.apps.commands.usage import as_usage_error
@@ -50,25 +42,10 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    with _about_any_process(), rpc.open_channel(settings) as channel:
+    with rpc.open_channel(settings) as channel:
         rpc.wait_until_ready(channel, settings)
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(f"{options.address}: {status}")
-    if not options.alive and answer.status != health_pb2.HealthCheckResponse.SERVING:
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(NOT_SERVING_EXIT_CODE)
-
-
-@contextmanager
-def _about_any_process() -> Iterator[None]:
-    """Turns an error about a control plane that is away into one about a process."""
-    from distca.contract.rpc_errors import Reason, RpcError
-
-    try:
-        yield
-    except RpcError as error:
-        if error.reason is not Reason.UNAVAILABLE:
-            raise
-        raise RpcError(
-            Reason.PROCESS_UNAVAILABLE, error.method, error.address, error.details
-        ) from error

@@ -113,7 +113,7 @@ def _refused(error: RpcError) -> CheckFinding:
     if error.reason is Reason.UNIMPLEMENTED:
         return failed(
             f"{error.address} speaks gRPC and is no control plane",
-            "give --control-plane its address; a node's health port speaks gRPC, too",
+            "give --control-plane the address of one",
         )
     return failed(str(error), "see the control plane's log")
 

@@ -129,7 +129,7 @@
 {{- toJson $offsets }}
 {{- end }}
 
-{{/* A port of one of a pod's servers. Arguments: root, name (data, health or metrics), index. */}}
+{{/* A port of one of a pod's servers. Arguments: root, name (data or metrics), index. */}}
 {{- define "distca.attentionNode.port" -}}
 {{- $offsets := include "distca.attentionNode.portOffsets" .root | fromJsonArray }}
 {{- add (index .root.Values.attentionNode.ports .name) (index $offsets (int .index)) }}

@@ -128,7 +128,7 @@
 {{- if .attentionNode.enabled }}
 {{- $taken := dict }}
 {{- range $index := until (int .attentionNode.serversPerPod) }}
-{{- range $name := list "data" "health" "metrics" }}
+{{- range $name := list "data" "metrics" }}
 {{- $given := index $.Values.attentionNode.ports $name | int }}
 {{- $port := include "distca.attentionNode.port" (dict "root" $ "name" $name "index" $index) | int }}
 {{- $what := printf "attentionNode.ports.%s is %d, with which server %d of a pod has port %d" $name $given $index $port }}
@@ -140,7 +140,7 @@
 {{- end }}
 {{- $other := index $taken (toString $port) }}
 {{- if $other }}
-{{- fail (printf "%s, and %s too; give ports that differ, with several servers by no multiple of 10, as 7710, 7711 and 7712 do" $what $other) }}
+{{- fail (printf "%s, and %s too; give ports that differ, with several servers by no multiple of 10, as 7710 and 7712 do" $what $other) }}
 {{- end }}
 {{- $_ := set $taken (toString $port) (printf "with attentionNode.ports.%s server %d" $name $index) }}
 {{- end }}

@@ -67,7 +67,7 @@ def open_ports(cluster: Cluster) -> dict[str, tuple[str, int]]:
     control_plane, node = cluster.processes
     return {
         f"{process.name} {name}": _host_and_port(process.addresses[name])
-        for process, names in ((control_plane, ("grpc", "metrics")), (node, ("health", "metrics")))
+        for process, names in ((control_plane, ("grpc", "metrics")), (node, ("metrics",)))
         for name in names
     }
 
@@ -90,8 +90,8 @@ def _talk(name: str, port: int, tls: Mapping[str, Any] | None = None) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_ANSWER_SECONDS).read()
         return
     with client_of(f"127.0.0.1:{port}", **(tls or {})) as client, suppress(RpcError):
-        # A node's health port knows no such call, and answers so. Nothing that changes what the job
-        # runs on: without certificates, a mutation that can still be read may do that.
+        # Nothing that changes what the job runs on: without certificates, a mutation that can still
+        # be read may do that.
         client.membership.ListServers(membership_pb2.ListServersRequest())
 
 
@@ -204,10 +204,8 @@ def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Clus
 
 def tls_ports(cluster: SecureCluster) -> dict[str, tuple[str, int]]:
     """Ports that ask for certificates, by what :func:`open_ports` calls them."""
-    return {
-        f"{process.name} {name}": _host_and_port(process.addresses[name])
-        for process, name in zip(cluster.processes, ("grpc", "health"), strict=True)
-    }
+    control_plane = cluster.processes[0]
+    return {f"{control_plane.name} grpc": _host_and_port(control_plane.addresses["grpc"])}
 
 
 class Insider:
@@ -281,7 +279,7 @@ def assert_same_bits(step: StepResult, expected: StepResult) -> None:
 
 def ucx_port(process: Process) -> tuple[str, int]:
     """Where UCX itself listens, besides what the process tells of."""
-    known = {_host_and_port(process.addresses[name])[1] for name in ("data", "health", "metrics")}
+    known = {_host_and_port(process.addresses[name])[1] for name in ("data", "metrics")}
     (found,) = {
         (each.laddr.ip, each.laddr.port)
         for each in psutil.Process(process.popen.pid).net_connections("inet")

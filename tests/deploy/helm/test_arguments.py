@@ -206,8 +206,8 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.control_plane == "rel-distca-control-plane.research.svc:7700"
     assert [shape.num_heads for shape in settings.profile_shapes] == [8, 32]
     assert settings.data_host == "10.0.0.1"
-    ports = (settings.data_port, settings.health_port, settings.metrics_port)
-    assert ports == (9000, 7711, 7712)
+    ports = (settings.data_port, settings.metrics_port)
+    assert ports == (9000, 7712)
     assert settings.capacity_rows == 1000
     assert settings.buffer_limit_bytes == 64 * 2**20
     assert (settings.connect_seconds, settings.drain_seconds) == (90, 45)

@@ -38,7 +38,7 @@ def test_each_role_has_a_certificate_that_the_control_plane_recognises(part: str
     assert identity is not None
     assert (identity.role, identity.name) == (ROLES[part], "rel-distca")
     assert "client auth" in spec["usages"]
-    serves = part in ("control-plane", "attention-node")
+    serves = part == "control-plane"
     assert ("server auth" in spec["usages"]) == serves
     assert ("localhost" in spec.get("dnsNames", [])) == serves
     assert spec["privateKey"]["rotationPolicy"] == "Always"

@@ -83,7 +83,7 @@ def test_ports_in_policies_are_ports_of_the_pods() -> None:
             continue
         named = {port["name"] for each in spec["containers"] for port in each["ports"]}
         opened = [each["port"] for rule in rules(manifests, owner[-9:]) for each in rule["ports"]]
-        assert {port for port in opened if isinstance(port, str)} == named - {"health-0"}
+        assert {port for port in opened if isinstance(port, str)} == named
 
 
 def test_pods_of_jobs_are_let_in_by_their_labels() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.deploy.helm.chart import Manifest, only, rendered
 
-NAMES = ("data", "health", "metrics")
+NAMES = ("data", "metrics")
 
 
 def ports_of_servers(*settings: str) -> list[dict[str, int]]:
@@ -23,10 +23,6 @@ def ports_of_servers(*settings: str) -> list[dict[str, int]]:
         assert by_name == {f"{name}-{index}": service[f"{name}-{index}"] for name in NAMES}
         for name in NAMES:
             assert f"--{name}-port={by_name[f'{name}-{index}']}" in server["args"]
-        (address,) = (
-            each["value"] for each in server["env"] if each["name"] == "DISTCA_HEALTH_ADDRESS"
-        )
-        assert address == f"$(POD_IP):{by_name[f'health-{index}']}"
         found.append({name: by_name[f"{name}-{index}"] for name in NAMES})
     return found
 
@@ -38,26 +34,24 @@ def test_sixteen_servers_of_a_pod_stay_out_of_the_ports_that_ucx_opens() -> None
         *range(7900, 7970, 10),
     ]
     for server in servers:
-        assert (server["health"], server["metrics"]) == (server["data"] + 1, server["data"] + 2)
-    assert len({port for server in servers for port in server.values()}) == 48
+        assert server["metrics"] == server["data"] + 2
+    assert len({port for server in servers for port in server.values()}) == 32
 
 
 @pytest.mark.parametrize(
-    ("ucx", "data", "health", "metrics"),
+    ("ucx", "data", "metrics"),
     [
         # Past the range for one port may be in it for another.
-        ("7722-7735", 7710, 7711, 7712),
-        ("7725-7741", 7718, 7702, 7713),
-        ("7715-7715", 7705, 7711, 7712),
-        ("8000-8099", 7995, 7996, 7887),
+        ("7722-7735", 7710, 7712),
+        ("7725-7741", 7718, 7713),
+        ("7715-7715", 7705, 7712),
+        ("8000-8099", 7995, 7887),
     ],
 )
-def test_all_three_ports_pass_over_any_range(
-    ucx: str, data: int, health: int, metrics: int
-) -> None:
+def test_both_ports_pass_over_any_range(ucx: str, data: int, metrics: int) -> None:
     first, last = map(int, ucx.split("-"))
     settings = [f"ucx.tcpPortRange={ucx}", "attentionNode.serversPerPod=2"]
-    given = {"data": data, "health": health, "metrics": metrics}
+    given = {"data": data, "metrics": metrics}
     settings += [f"attentionNode.ports.{name}={port}" for name, port in given.items()]
     before, after = ports_of_servers(*settings)
     assert before == given

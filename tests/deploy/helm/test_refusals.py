@@ -104,8 +104,8 @@ def test_a_value_that_there_is_not_is_refused() -> None:
         ("attentionNode.ports.data=7805", "attentionNode.ports.data"),
         ("attentionNode.ports.data=7712", "attentionNode.ports.metrics"),
         (
-            "attentionNode.ports.health=7720 attentionNode.serversPerPod=2",
-            "attentionNode.ports.health",
+            "attentionNode.ports.metrics=7720 attentionNode.serversPerPod=2",
+            "attentionNode.ports.metrics",
         ),
         ("attentionNode.ports.data=65530 attentionNode.serversPerPod=2", "65535"),
         (

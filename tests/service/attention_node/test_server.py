@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from attention_node.server import UNSERVED_SECONDS
@@ -55,17 +53,6 @@ def node_metrics(running: Cluster) -> dict[str, float]:
 
 
 def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
-    with grpc.insecure_channel(running.processes[1].addresses["health"]) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        # Watchers would each take a thread, and names of services memory.
-        with pytest.raises(grpc.RpcError) as refused:
-            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=5))
-        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        with pytest.raises(grpc.RpcError) as refused:
-            health.Check(health_pb2.HealthCheckRequest(service="x" * 3000), timeout=5)
-        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
     with Team(running, 1, NODE_SHAPE, placement="pool") as team:
         team.check([RankManifest.from_lengths(0, 0, [[10, 20], [30]])])
         measured = wait_for_measurement(team)
@@ -111,7 +98,7 @@ def http_status(port: int, path: str) -> int:
 def test_a_node_that_measures_its_profile_lives_and_does_not_serve_yet(
     running: Cluster, tmp_path: Path
 ) -> None:
-    go_on, (health, metrics) = tmp_path / "go-on", (free_port(), free_port())
+    go_on, metrics = tmp_path / "go-on", free_port()
     prelude = f"""
 import pathlib, time
 from attention_node import server
@@ -127,17 +114,11 @@ server.load_or_measure = measure_when_told
             running.start_node,
             "measuring",
             prelude=prelude,
-            health_port=health,
             metrics_port=metrics,
         )
         try:
             eventually(lambda: http_status(metrics, "/livez") == 200, EXIT_SECONDS)
             assert http_status(metrics, "/readyz") == 503
-            with grpc.insecure_channel(f"127.0.0.1:{health}") as channel:
-                answer = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), timeout=5
-                )
-            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert server_ids(running) == {"node-0"}
         finally:
             go_on.touch()
@@ -287,23 +268,23 @@ run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host
 def test_a_node_without_free_files_says_so_and_not_that_a_port_is_taken(
     running: Cluster,
 ) -> None:
-    """As one that is started under a small `ulimit -n`, when it is about to listen for health."""
+    """As one that is started under a small `ulimit -n`, when it is about to listen."""
     prelude = """
 import os, resource
-from attention_node.server import AttentionNode
-start = AttentionNode._start_health
-def exhausted(self):
+from attention_node import server
+endpoint = server.MetricsEndpoint
+def exhausted(*arguments, **more):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     try:
         while True:
             os.open("/dev/null", os.O_RDONLY)
     except OSError:
-        return start(self)
-AttentionNode._start_health = exhausted
+        return endpoint(*arguments, **more)
+server.MetricsEndpoint = exhausted
 """
     # gRPC prints bytes that are no text.
     with pytest.raises((RuntimeError, UnicodeDecodeError)):
         running.start_node("exhausted", prelude=prelude)
     log = (running.folder / "exhausted.log").read_text(errors="replace")
-    assert "ListenError: health_port 127.0.0.1:0" in log
+    assert "ListenError: metrics_port 127.0.0.1:0" in log
     assert "ulimit" in log

@@ -72,5 +72,5 @@ def test_images_ask_at_the_metrics_ports_that_they_expose() -> None:
     asked = re.findall(r'CMD \["distca-ready", "(\d+)"\]', recipe)
     assert asked == ["7701", "7712"]
     assert "EXPOSE 7700 7701\n" in recipe
-    assert "EXPOSE 7710 7711 7712\n" in recipe
+    assert "EXPOSE 7710 7712\n" in recipe
     assert "--metrics-port=7712" in recipe

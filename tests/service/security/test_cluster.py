@@ -137,16 +137,6 @@ def test_a_step_is_right_and_no_log_holds_a_token(cluster: SecureCluster) -> Non
         assert repr(token)[2:-1] not in logs
 
 
-def test_a_nodes_health_answers_to_a_certificate_alone(cluster: SecureCluster) -> None:
-    address = cluster.node.addresses["health"]
-    ask = ("health", f"--address={address}", "--timeout-seconds=1")
-    files = cluster.files(Role.SERVER)
-    answered = cluster.run(files, *ask, "--tls-server-name=localhost")
-    assert (answered.returncode, answered.stdout) == (0, f"{address}: SERVING\n")
-    assert cluster.run(None, *ask).returncode == 1
-    assert cluster.run(files, *ask, "--tls-server-name=elsewhere.example").returncode == 1
-
-
 def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
     """Over UCX, which knows no certificates: the token alone decides."""
     host, _, port = cluster.node.addresses["data"].rpartition(":")

@@ -90,7 +90,7 @@ spec:
 {{- $several := gt (int .root.Values.attentionNode.serversPerPod) 1 }}
 {{- with .root.Values.attentionNode }}
 {{- $ports := dict }}
-{{- range $name := list "data" "health" "metrics" }}
+{{- range $name := list "data" "metrics" }}
 {{- $_ := set $ports $name (include "distca.attentionNode.port" (dict "root" $root "name" $name "index" $index)) }}
 {{- end -}}
 - name: server-{{ $index }}
@@ -110,7 +110,6 @@ spec:
     - --data-interface={{ . }}
     {{- end }}
     - --data-port={{ $ports.data }}
-    - --health-port={{ $ports.health }}
     - --metrics-port={{ $ports.metrics }}
     - --transport={{ $root.Values.transport }}
     - --capacity-rows={{ int64 .capacityRows }}
@@ -124,7 +123,7 @@ spec:
     - {{ . | quote }}
     {{- end }}
   env:
-    {{- include "distca.attentionNode.env" (dict "root" $root "health" (printf "$(POD_IP):%s" $ports.health) "gpus" $.gpus) | nindent 4 }}
+    {{- include "distca.attentionNode.env" (dict "root" $root "gpus" $.gpus) | nindent 4 }}
   {{- with .extraEnvFrom }}
   envFrom:
     {{- toYaml . | nindent 4 }}
@@ -132,8 +131,6 @@ spec:
   ports:
     - name: data-{{ $index }}
       containerPort: {{ $ports.data }}
-    - name: health-{{ $index }}
-      containerPort: {{ $ports.health }}
     - name: metrics-{{ $index }}
       containerPort: {{ $ports.metrics }}
   {{- /* It lives while it measures; it must serve in time. */}}
@@ -194,7 +191,7 @@ spec:
     - --skip={{ . }}
     {{- end }}
   env:
-    {{- include "distca.attentionNode.env" (dict "root" $root "health" "" "gpus" $.gpus) | nindent 4 }}
+    {{- include "distca.attentionNode.env" (dict "root" $root "gpus" $.gpus) | nindent 4 }}
   {{- with .extraEnvFrom }}
   envFrom:
     {{- toYaml . | nindent 4 }}
@@ -212,7 +209,7 @@ spec:
 {{ ternary "cuda:0" "cpu" .Values.gpu.enabled }}
 {{- end }}
 
-{{/* Arguments: root, health, gpus. */}}
+{{/* Arguments: root, gpus. */}}
 {{- define "distca.attentionNode.env" -}}
 - name: POD_NAME
   valueFrom:
@@ -224,7 +221,7 @@ spec:
       fieldPath: status.podIP
 - name: DISTCA_CONTROL_PLANE
   value: {{ include "distca.controlPlane.address" .root }}
-{{ include "distca.commonEnv" (dict "root" .root "role" "attentionNode" "health" .health) }}
+{{ include "distca.commonEnv" (dict "root" .root "role" "attentionNode") }}
 {{ include "distca.ucxEnv" (dict "root" .root "gpus" .gpus) }}
 {{- with .root.Values.attentionNode.extraEnv }}
 {{ toYaml . }}
