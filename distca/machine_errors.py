@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,7 +45,7 @@ def refusal(host: str, port: int, cause: BaseException) -> tuple[int, str]:
     if found is None or not found.errno:
         return 0, f"{type(cause).__name__}: {cause}"
     advice = _ADVICE.get(found.errno)
-    return found.errno, f"{os.strerror(found.errno)}" + (f"; {advice}" if advice else "")
+    return found.errno, f"{found.strerror}" + (f"; {advice}" if advice else "")
 
 
 def _asked(host: str, port: int) -> OSError | None:
@@ -62,6 +61,8 @@ def _asked(host: str, port: int) -> OSError | None:
                 stack.enter_context(socket.socket())
     except OSError as error:
         return error
+    except UnicodeError as error:
+        return socket.gaierror(socket.EAI_NONAME, f"not the name of a host: {error}")
     return None
 
 

@@ -49,6 +49,8 @@ SERVER_HANDSHAKE_SECONDS = default_seconds("server_handshake_seconds")
 _IDLE_CONNECTION_SECONDS = default_seconds("idle_connection_seconds")
 _SERVER_KEEPALIVE_SECONDS = default_seconds("server_keepalive_seconds")
 _SERVER_KEEPALIVE_TIMEOUT_SECONDS = default_seconds("server_keepalive_timeout_seconds")
+_LAST_FAILURE_SECONDS = 0.1
+"""A channel whose last attempt has failed says so at once."""
 _MAX_CONNECTIONS = 16384
 _MAX_CALLS_OF_CONNECTION = 4096
 
@@ -145,10 +147,20 @@ def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
     try:
         ready.result(timeout=settings.connect_seconds)
     except grpc.FutureTimeoutError:
-        why = f"no connection after {settings.connect_seconds:g} s"
+        why = f"no connection after {settings.connect_seconds:g} s: {_last_failure(channel)}"
         raise RpcError(Reason.UNAVAILABLE, "connect", settings.address, why) from None
     finally:
         ready.cancel()
+
+
+def _last_failure(channel: grpc.Channel) -> str:
+    """The details of a call on a channel that does not connect: gRPC says why nowhere else."""
+    try:
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=_LAST_FAILURE_SECONDS)
+    except RpcError as error:
+        if error.reason.is_away:
+            return error.details
+    return "nothing answers"
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ ERROR_KIND_KEY = "distca-error"
 RETRY_AFTER_KEY = "retry-after"
 """Trailing metadata of a call that came too early: when to try again, in seconds."""
 
-_IDENTITY = "show the certificate's identity with 'distca certs show FILE'"
+_IDENTITY = "the URI of 'openssl x509 -noout -ext subjectAltName -in FILE' is its identity"
 _ROLES = "use a certificate of the right role; docs/security.md lists what each may do"
 _RUNNING = "is the control plane running there, and do address and TLS files match? Try again"
 _LIMITS = "try again later, or raise the control plane's limits"

@@ -97,7 +97,7 @@ class MetricsEndpoint:
         application = _application(registry, pairs or CollectorRegistry(), health)
         try:
             self._server = make_server(host, port, application, server, handler_class=_Handler)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ListenError(field, host, port, error) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="distca-metrics", daemon=True

@@ -12,5 +12,5 @@ def attention_node(settings: NodeSettings) -> None:
     from attention_node.server import run
     from distca.apps.commands.explained import explained
 
-    with explained(certificate=settings.certificate_file, control_plane=settings.control_plane):
+    with explained(settings.certificate_file):
         run(settings)

@@ -1,26 +1,21 @@
-"""``distca certs``: certificates for development, and what is in any certificate."""
+"""``distca certs``: certificates for development."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distca.contract.checks import check_least
 from distca.options import option, options_from
 
-if TYPE_CHECKING:
-    from distca.apps.certs.description import CertificateDescription
-
 DEFAULT_NAME = "default"
 MOST_DAYS = 36500
 
-app = typer.Typer(
-    no_args_is_help=True, help="Make certificates for development; show what is in one."
-)
+app = typer.Typer(no_args_is_help=True, help="Make certificates for development.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,40 +85,3 @@ def make(options: MakeOptions) -> None:
         signed = authority.issue(identity, lifetime=lifetime, names=dict.fromkeys(names))
         path = folder.add(stem, signed)
         console.print(plain(f"{path}  {identity.uri}"), highlight=False, markup=False)
-
-
-@app.command("show")
-def show(
-    files: Annotated[list[Path], typer.Argument(help="Certificates, PEM.")],
-) -> None:
-    """Show who the certificates in FILES are for, and until when."""
-    from rich.console import Console
-
-    from distca.apps.certs.description import describe_file
-    from distca.errors import DistcaError
-    from distca.process.plain_text import plain
-
-    console = Console(soft_wrap=True)
-    for path in files:
-        try:
-            found = describe_file(path)
-        except OSError as error:
-            raise DistcaError(f"{path} cannot be read: {error.strerror}") from error
-        for description in found:
-            console.print(plain(str(path)), style="bold", highlight=False, markup=False)
-            for name, value in _lines(description, datetime.now(UTC)):
-                console.print(plain(f"  {name:<12} {value}"), highlight=False, markup=False)
-
-
-def _lines(about: CertificateDescription, now: datetime) -> list[tuple[str, str]]:
-    who = about.identity
-    return [
-        ("role", who.role if who else ("authority" if about.authority else "none")),
-        *([("name", who.name)] if who else []),
-        ("validity", about.validity(now)),
-        *([("hosts", ", ".join(about.names))] if about.names else []),
-        *([("uses", ", ".join(about.uses))] if about.uses else []),
-        ("subject", about.subject),
-        ("issuer", about.issuer),
-        ("sha256", about.fingerprint),
-    ]

@@ -12,9 +12,5 @@ def control_plane(settings: ControlPlaneSettings) -> None:
     from control_plane.server import run
     from distca.apps.commands.explained import explained
 
-    with explained(
-        certificate=settings.tls.certificate_file if settings.tls else None,
-        listen_address=settings.listen_address,
-        metrics_address=settings.metrics_address,
-    ):
+    with explained(settings.tls.certificate_file if settings.tls else None):
         run(settings)

@@ -1,28 +1,25 @@
-"""Says what gRPC does not: that this process's own certificate is of no use, or a name unknown."""
+"""Says what gRPC does not: that nobody accepts this process's own certificate at this time."""
 
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from distca.contract.addresses import split_address
+from cryptography import x509
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def explained(*, certificate: Path | None, **addresses: str | None) -> Iterator[None]:
-    """Warns of certificates that nobody accepts at this time: at once, and again where the block
-    fails, since it may run for longer than they are good. Then names that cannot be looked up are
-    warned of, too; not before, since they may be new.
+def explained(certificate: Path | None) -> Iterator[None]:
+    """Warns of certificates that nobody accepts: at once, and again where the block fails, since it
+    may run for longer than they are good.
 
     Args:
         certificate: file with the process's own; None if it shows none.
-        addresses: by the names of their fields: ``host:port``, or several with commas between.
     """
     told = _refused_certificates(certificate)
     for text in told:
@@ -30,43 +27,25 @@ def explained(*, certificate: Path | None, **addresses: str | None) -> Iterator[
     try:
         yield
     except Exception:
-        for text in (*_refused_certificates(certificate), *_unknown_names(addresses)):
+        for text in _refused_certificates(certificate):
             if text not in told:
                 logger.warning("%s", text)
         raise
 
 
 def _refused_certificates(path: Path | None) -> list[str]:
-    from distca.apps.certs.authority import CertificateError
-    from distca.apps.certs.description import describe_file
-
     if path is None:
         return []
     try:
-        chain = describe_file(path)
-    except (OSError, CertificateError):
+        chain = x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError):
         # Who uses the file says that, or reads it again when it is whole.
         return []
     now = datetime.now(UTC)
     return [
-        f"certificate {path}: {each.validity(now)}; others refuse it: "
-        + ("set this machine's clock, or wait" if now < each.begins else "replace the file")
+        f"certificate {path} is good from {each.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+        f"{each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; others refuse it: replace the file, or "
+        "set this machine's clock"
         for each in chain
-        if not each.begins <= now < each.ends
+        if not each.not_valid_before_utc <= now < each.not_valid_after_utc
     ]
-
-
-def _unknown_names(addresses: Mapping[str, str | None]) -> Iterator[str]:
-    for field, given in addresses.items():
-        for address in given.split(",") if given else ():
-            host = address.strip()
-            try:
-                host, _ = split_address(field, host, any_port=True)
-                socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            except (OSError, ValueError) as error:
-                # A label that is empty or too long is a UnicodeError, which is a ValueError.
-                why = getattr(error, "strerror", None) or error
-                yield (
-                    f"{field} is {given!r}, and {host!r} cannot be looked up: {why}; correct the "
-                    "name, or mend how this machine finds names"
-                )

@@ -42,5 +42,5 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    with explained(certificate=tls.certificate_file, control_plane=options.control_plane):
+    with explained(tls.certificate_file):
         watch(settings, shown, console)

@@ -43,7 +43,7 @@ def train(
         integrity=integrity,
         tls=tls,
     )
-    with explained(certificate=tls.certificate_file, control_plane=service.control_plane):
+    with explained(tls.certificate_file):
         finished = run_trainer(run, Console())
     if not finished:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -11,13 +11,11 @@ from collections.abc import Iterable
 from data_plane.interfaces import addresses_of, ipv4_of
 from distca import __version__
 from distca.apps.doctor.cluster_probe import ClusterAnswer
-from distca.apps.doctor.endpoint import try_control_plane
 from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.top.snapshot import Snapshot
 from distca.contract.addresses import split_address
-from distca.contract.rpc import RpcSettings
-from distca.contract.rpc_errors import Reason, RpcError
+from distca.contract.rpc_errors import RpcError
 
 _CLOCK_WARN_SECONDS = 1.0
 _CLOCK_FAIL_SECONDS = 60.0
@@ -78,11 +76,11 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
     try:
         answer = around.cluster.answer()
     except RpcError as error:
-        away = error.reason.is_away
-        yield _unavailable(around.cluster.settings, error) if away else _refused(error)
+        advice = "see the control plane's log, and what docs/runbook.md says of gRPC's words"
+        yield failed(str(error), advice)
         return
     except (OSError, ValueError) as error:
-        yield failed(str(error), "mend the files of --tls-*; 'distca certs show' describes them")
+        yield failed(str(error), "mend the files of --tls-*")
         return
     snapshot = answer.snapshot
     if snapshot is None:
@@ -99,23 +97,6 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
             "calls are plaintext, and everyone may make them",
             "turn on mTLS: --tls-ca, --tls-certificate and --tls-key (docs/security.md)",
         )
-
-
-def _unavailable(settings: RpcSettings, error: RpcError) -> CheckFinding:
-    """Tries what is there instead."""
-    found = try_control_plane(settings)
-    says = f"{settings.addresses[0]}: {found.says}" if found.says else str(error)
-    advice = found.advice or "mend what check dns says; then see the control plane's log"
-    return failed(says, advice, endpoint=found.speaks.name.lower())
-
-
-def _refused(error: RpcError) -> CheckFinding:
-    if error.reason is Reason.UNIMPLEMENTED:
-        return failed(
-            f"{error.address} speaks gRPC and is no control plane",
-            "give --control-plane the address of one",
-        )
-    return failed(str(error), "see the control plane's log")
 
 
 def check_clock(around: Surroundings) -> Iterable[CheckFinding]:

@@ -60,7 +60,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "local": ("--runs-dir={here}/runs", "--steps=100000"),
     "doctor": ("--control-plane=127.0.0.1:1", "--connect-seconds=100"),
     "health": ("--address=127.0.0.1:1", "--timeout-seconds=100"),
-    "certs": ("show", "{here}/pipe"),
     "top": ("--control-plane=127.0.0.1:1", "--once", "--expect-servers=1", "--wait-seconds=100"),
     "profile": ("--shape=32:8:128:float32", "--full", "--output={here}/profile.json"),
     "plan": ("--distribution=prolong", "--ranks=512"),
@@ -118,7 +117,6 @@ def end(process: subprocess.Popen[bytes] | PreloadedProcess, deadline: float) ->
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Interrupted]]:
     """All commands, which run side by side until then."""
     here = tmp_path_factory.mktemp("interrupted")
-    os.mkfifo(here / "pipe")
     authority = Authority.make(timedelta(days=1))
     signed = authority.issue(Identity(role=Role.SERVER, name="a"), lifetime=timedelta(days=1))
     (here / "ca.crt").write_bytes(authority.pem.certificate)
@@ -143,8 +141,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
                 process.wait()
 
 
-def test_all_commands_are_tried() -> None:
-    assert set(cli.command_line().commands) == COMMANDS.keys()
+def test_all_commands_are_tried_that_take_their_time() -> None:
+    assert set(cli.command_line().commands) == {*COMMANDS, "certs"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

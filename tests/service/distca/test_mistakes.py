@@ -44,8 +44,6 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("health", "--tls-ca={here}/cut.pem"), "holds no certificate"),
     (("health", "--address=127.0.0.1:1", "--timeout-seconds=0.2"), "no connection after"),
     (("top", "--once", "--tls-ca={here}/none"), "none: No such file"),
-    (("certs", "show", "{here}/none"), "cannot be read"),
-    (("certs", "show", "{here}/cut.pem"), "holds no certificate"),
     (("certs", "make", "{here}/cut.pem/x"), "Not a directory"),
     (("doctor", "--skip=nonsense"), "skip is nonsense; the checks are gpu, kernels"),
     (("plan", "--lengths={here}/none"), "does not exist"),

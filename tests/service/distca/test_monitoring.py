@@ -52,12 +52,20 @@ def test_pairs_are_served_to_who_asks_for_them() -> None:
             assert "distca_build_info" not in read(endpoint.port, path)
 
 
-def test_a_taken_port_is_named() -> None:
+@pytest.mark.parametrize(
+    ("host", "number"),
+    [
+        ("127.0.0.1", errno.EADDRINUSE),
+        ("nohost.invalid", socket.EAI_NONAME),
+        ("cp..svc", socket.EAI_NONAME),
+    ],
+)
+def test_what_cannot_be_listened_on_is_named_with_its_reason(host: str, number: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError) as refused:
-            MetricsEndpoint("127.0.0.1", port, process_registry("trainer"))
-    assert (refused.value.field, refused.value.errno) == ("metrics_port", errno.EADDRINUSE)
+            MetricsEndpoint(host, port, process_registry("trainer"))
+    assert (refused.value.field, refused.value.errno) == ("metrics_port", number)
 
 
 def test_registries_of_two_sessions_in_one_process_do_not_meet() -> None:
