@@ -18,6 +18,7 @@
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
+#   make slurm-test  a job on a Slurm of this machine, as root (Debian: apt install slurm-wlm)
 #   make alerts-test  alerts that fire and end in a real Prometheus on a Docker engine, as root; 20 minutes
 #   make kind-test  the chart in a cluster of kind's: installed, tested, rolled, taken away
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
@@ -62,7 +63,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
+.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -312,6 +313,9 @@ deploy-test-cuda: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/cuda_images --durations=10 $(PYTEST)
 
 # Cutting one container off another needs root.
+slurm-test: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/deploy/slurm $(PYTEST)
+
 alerts-test: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/alerts --durations=10 $(PYTEST)
 

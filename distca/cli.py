@@ -26,6 +26,7 @@ from distca.apps.commands import (
     simulate,
     top,
     train,
+    up,
 )
 from distca.configuration import ConfigError, misspelt_variables, name_variables, read_config
 from distca.process.interrupt import (
@@ -136,6 +137,7 @@ app.command("control-plane")(control_plane.control_plane)
 app.command("attention-node")(attention_node.attention_node)
 app.command("train")(train.train)
 app.command("local")(local.local)
+app.command("up")(up.up)
 app.command("health")(health.health)
 app.add_typer(certs.app, name="certs")
 app.command("doctor")(doctor.doctor)

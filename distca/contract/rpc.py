@@ -95,7 +95,7 @@ class RpcSettings(ClientTls):
     @property
     def addresses(self) -> tuple[str, ...]:
         """``address``, or each of several."""
-        return tuple(address.strip() for address in self.address.split(","))
+        return split_addresses("address", self.address)
 
     def following_files(self) -> RpcSettings:
         """The same with files that are read now, and again whenever ``certificates`` is asked for
