@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,80 @@ def test_losses_are_counted_by_their_cause(
     registry = control_plane.metrics.registry
     name = "distca_control_plane_failures_detected_total"
     assert registry.get_sample_value(name, {"cause": label}) == 1
+
+
+@contextmanager
+def started(**coordinator: Any) -> Iterator[tuple[TimedControlPlane, Client]]:
+    with (
+        running(coordinator=coordinator) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        yield control_plane, client
+
+
+def test_losses_of_a_moment_are_one_recovery_which_waits_for_no_servers_to_come_back() -> None:
+    with started(settle_seconds=20.0, rejoin_seconds=1000.0) as (control_plane, client):
+        for server in ("s0", "s1", "s2"):
+            client.register(server)
+        pair = open_pair(client)
+        pair.submit(0)
+        epoch = pair.plans()[0].plan.epoch
+        pair.lose("s0", epoch=epoch)
+        pair.lose("s1", epoch=epoch - 1)
+        control_plane.pass_time(10.0)
+        pair.lose("s2", rank=1, epoch=epoch)
+        assert all(watcher.is_quiet() for watcher in pair.watchers)
+        control_plane.pass_time(10.0)
+        assert pair.recover().lost_server_ids == ["s0", "s2"]
+
+
+@pytest.mark.parametrize("others_run", [True, False])
+def test_a_step_that_is_given_up_is_recovered_from_if_others_run_it(others_run: bool) -> None:
+    with started(settle_seconds=5.0) as (control_plane, client):
+        client.register("s0")
+        pair = open_pair(client)
+        pair.submit(0)
+        pair.plans()
+        for lease in pair.leases[others_run:]:
+            client.jobs.ReportStep(
+                jobs_pb2.ReportStepRequest(
+                    job_id=pair.job_id,
+                    step=0,
+                    lease_id=lease,
+                    given_up=jobs_pb2.StepGivenUp(reason="it raised"),
+                )
+            )
+        for _ in range(2):
+            control_plane.pass_time(5.0)
+        if others_run:
+            assert "rank 1 gave step 0 up: it raised" in pair.recover().reason
+        else:
+            assert [watcher.next("step_finished").step for watcher in pair.watchers] == [0, 0]
+            assert pair.watchers[0].is_quiet()
+
+
+def test_a_rank_that_does_not_answer_closes_the_job() -> None:
+    with started(answer_seconds=10.0) as (control_plane, client):
+        client.register("s0")
+        pair = open_pair(client)
+        pair.submit(0)
+        pair.lose("s0", epoch=pair.plans()[0].plan.epoch)
+        client.report_progress(pair.job_id, pair.leases[0], pair.recover().epoch, {0: [0, 0]})
+        control_plane.pass_time(9.0)
+        assert pair.watchers[0].is_quiet()
+        control_plane.pass_time(2.0)
+        assert "ranks [1] have not said" in pair.watchers[0].next("job_closed").error
+
+
+def test_recoveries_in_which_nobody_gets_on_close_the_job() -> None:
+    with started(max_fruitless_recoveries=1) as (_, client):
+        pair = open_pair(client, placement=jobs_pb2.PLACEMENT_IN_PLACE)
+        pair.submit(0)
+        for _ in range(2):
+            pair.lose("train.rank-1", epoch=pair.plans()[0].plan.epoch)
+            pair.answer(pair.recover().epoch, {0: [0, 0]}, {0: [0, 0]})
+        pair.lose("train.rank-1", epoch=pair.plans()[0].plan.epoch)
+        assert "no rank has completed a tick" in pair.watchers[0].next("job_closed").error
 
 
 def test_unfinished_steps_are_planned_again_from_where_their_ranks_stand(client: Client) -> None:
