@@ -36,5 +36,5 @@ def test_a_lane_without_documents_has_no_stretch() -> None:
 
 @pytest.mark.parametrize("wrong", [[0], [0, 0, 0], [0, -1]])
 def test_there_is_one_number_for_each_document(wrong: list[int]) -> None:
-    with pytest.raises(PlanError, match=r"first_tick of step 3 has .* each of the 2 documents"):
+    with pytest.raises(PlanError):
         FirstTicks(step([4, 5]), np.array(wrong))

@@ -47,8 +47,3 @@ def test_gradients_are_those_of_finite_differences() -> None:
             # Central differences: an error of step^2, and 1e-16 / step of rounding.
             difference = (losses[0] - losses[1]) / (2 * step)
             assert float(difference) == pytest.approx(float(gradient.view(-1)[i]), abs=1e-8)
-
-
-def test_lengths_must_sum_to_the_rows() -> None:
-    with pytest.raises(ValueError, match="lengths sum to 4; q has 5 rows"):
-        reference_attention(normal(5, 1, 2), normal(5, 1, 2), normal(5, 1, 2), [1, 3], 1.0)

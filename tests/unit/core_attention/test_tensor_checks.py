@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -23,32 +25,22 @@ def test_accepts_what_is_right_also_without_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
+    ("name", "tensor", "remedy"),
     [
-        ("q", torch.zeros(1, 5, 4, 8), r"q has shape \(1, 5, 4, 8\).*packed.*flatten\(0, 1\)"),
-        ("q", torch.zeros(5, 32), r"q has shape \(5, 32\); it must have 3 dimensions \(5, 4, 8\)"),
-        ("q", torch.zeros(4, 5, 8), r"q .*heads come before its rows.*transpose\(0, 1\)"),
-        ("k", torch.zeros(5, 4, 8), r"k has shape \(5, 4, 8\); each row must be \(2, 8\)"),
-        ("v", torch.zeros(5, 2, 8), r"v has shape \(5, 2, 8\); each row must be \(2, 6\)"),
-        ("v", torch.zeros(7, 2, 6), "v has 7 rows; the manifest gives this rank 5"),
-        ("k", torch.zeros(5, 2, 8).bfloat16(), r"k is torch.bfloat16; .*\.to\(torch.float32\)"),
-        (
-            "v",
-            torch.zeros(5, 2, 6, device="meta"),
-            r"v is on meta; it must be on cpu.*\.to\('cpu'\)",
-        ),
-        (
-            "q",
-            torch.zeros(5, 8, 4).transpose(1, 2),
-            r"q .* strides \(32, 1, 4\), not \(32, 8, 1\): pass q.contiguous\(\)",
-        ),
-        ("k", torch.zeros(5, 2, 24)[..., :8], r"strides \(48, 24, 1\).*k.contiguous\(\)"),
-        ("v", torch.zeros(5, 1, 6).expand(5, 2, 6), r"strides \(6, 0, 1\).*v.contiguous\(\)"),
-        ("v", torch.zeros(1, 2, 6).expand(5, 2, 6), r"strides \(0, 6, 1\).*v.contiguous\(\)"),
+        ("q", torch.zeros(1, 5, 4, 8), "flatten(0, 1)"),
+        ("q", torch.zeros(5, 32), "(5, 4, 8)"),
+        ("q", torch.zeros(4, 5, 8), "transpose(0, 1)"),
+        ("k", torch.zeros(5, 4, 8), "(2, 8)"),
+        ("v", torch.zeros(5, 2, 8), "(2, 6)"),
+        ("v", torch.zeros(7, 2, 6), "7 rows"),
+        ("k", torch.zeros(5, 2, 8).bfloat16(), ".to(torch.float32)"),
+        ("v", torch.zeros(5, 2, 6, device="meta"), ".to('cpu')"),
+        ("q", torch.zeros(5, 8, 4).transpose(1, 2), "q.contiguous()"),
+        ("k", torch.zeros(5, 2, 24)[..., :8], "k.contiguous()"),
+        ("v", torch.zeros(5, 1, 6).expand(5, 2, 6), "v.contiguous()"),
+        ("v", torch.zeros(1, 2, 6).expand(5, 2, 6), "v.contiguous()"),
     ],
 )
-def test_names_the_argument_what_came_and_what_to_do(
-    name: str, tensor: torch.Tensor, message: str
-) -> None:
-    with pytest.raises(TensorError, match=message):
+def test_names_the_argument_and_what_to_do(name: str, tensor: torch.Tensor, remedy: str) -> None:
+    with pytest.raises(TensorError, match=f"^{name} .*{re.escape(remedy)}"):
         check_qkv(**(tensors() | {name: tensor}), shape=SHAPE, n_rows=5)

@@ -38,4 +38,3 @@ def test_a_lane_goes_forward_and_mirrors_itself() -> None:
     ]
     assert {(tick.step, tick.nano_batch) for tick in lane} == {(7, 1)}
     assert list(ticks_of_lane(7, 1, 3, backward=False)) == lane[:3]
-    assert str(lane[0]) == "step 7 layer 0 nano-batch 1 forward"

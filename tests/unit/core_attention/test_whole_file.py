@@ -14,10 +14,16 @@ from core_attention.whole_file import check_can_write, write_whole
 
 
 def test_content_and_permissions(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_whole(path, "größer")
+    with pytest.raises(FileNotFoundError) as caught:
+        write_whole(tmp_path / "none" / "file", "text")
+    assert caught.value.filename == str(tmp_path / "none" / "file")
+    path, former = tmp_path / "file", os.umask(0o027)
+    try:
+        write_whole(path, "größer")
+    finally:
+        os.umask(former)
     assert path.read_bytes() == "größer".encode()
-    path.chmod(0o644)
+    assert path.stat().st_mode & 0o777 == 0o640
     write_whole(path, b"\x00secret", mode=0o600, durable=True)
     assert path.read_bytes() == b"\x00secret"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -37,15 +43,6 @@ def test_what_is_too_large_for_memory_is_written_piece_by_piece(tmp_path: Path) 
         write_whole(path, fail)
     assert path.read_bytes() == b"123"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_without_a_mode_the_umask_decides(tmp_path: Path) -> None:
-    former = os.umask(0o027)
-    try:
-        write_whole(tmp_path / "file", "text")
-    finally:
-        os.umask(former)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
 
 
 def test_what_cannot_be_written_leaves_the_former_content_and_nothing_else(
@@ -113,10 +110,3 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
         write_whole(loop, "text")
     loop.unlink()
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]
-
-
-def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "none" / "file"
-    with pytest.raises(FileNotFoundError) as caught:
-        write_whole(path, "text")
-    assert caught.value.filename == str(path)

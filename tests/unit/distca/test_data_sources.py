@@ -58,8 +58,8 @@ def test_file_that_shrinks_or_vanishes_while_training_is_named(tmp_path: Path) -
     path.write_text("a long text")
     corpus = open_corpus(tmp_path)
     path.write_text("a")
-    with pytest.raises(DataError, match=r"a\.txt had 11 bytes"):
+    with pytest.raises(DataError, match=r"a\.txt"):
         corpus.tokens(0, 0, 11)
     path.unlink()
-    with pytest.raises(DataError, match=r"a\.txt: No such file"):
+    with pytest.raises(DataError, match=r"a\.txt"):
         corpus.tokens(0, 0, 11)

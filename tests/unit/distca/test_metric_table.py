@@ -31,15 +31,6 @@ def series_of(registry: CollectorRegistry) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def test_rows_have_the_names_that_prometheus_shows() -> None:
-    assert [row.name for row in Fruit.rows()] == [
-        "shop_sold_total",
-        "shop_weight_grams",
-        "shop_sale_seconds",
-    ]
-    assert Fruit.weight_grams.label_names == ("shelf", "kind")
-
-
 def test_series_of_closed_sets_exist_from_the_start(registry: CollectorRegistry) -> None:
     Fruit(registry)
     series = series_of(registry)
@@ -66,8 +57,7 @@ def test_a_metric_without_all_labels_is_asked_by_them(registry: CollectorRegistr
 
 
 def test_a_value_outside_its_closed_set_is_an_error(registry: CollectorRegistry) -> None:
-    match = "label kind of shop_sold_total is 'fig'; it may be apple, pear"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="'fig'"):
         _ = Fruit(registry).at(kind="fig").sold_total
 
 

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from distca.apps.report.figures import draw_figures, draw_load
 from distca.apps.report.page import render_page, write_report
-from distca.apps.report.record import mean_of
 from distca.apps.report.step_log import StepLog
 from distca.apps.report.summary import summary_rows, summary_table
 from distca.errors import RunFolderError
@@ -50,21 +49,6 @@ def test_a_stopped_run_with_nothing_measured_still_has_a_report(tmp_path: Path) 
     assert draw_figures(bare).keys() == {"loss"}
     assert dict(summary_rows(bare))["run"] == "example (stopped early)"
     write_report(replace(bare, steps=()), tmp_path / "report.html", tmp_path / "figures")
-
-
-def test_waits_are_told_of_a_cpu_alone() -> None:
-    """On a GPU the thread that waits has launched work that the device still computes."""
-    record = example_record()
-    assert "of which 12% waiting" in dict(summary_rows(record))["speed"]
-    unknown = tuple(replace(step, wait_seconds=None) for step in record.steps)
-    on_gpu = replace(record, steps=unknown, device="cuda")
-    assert dict(summary_rows(on_gpu))["speed"] == "10,240 tokens/s, 0.800 s a step"
-    figures = draw_figures(on_gpu)
-    assert "thread that launches" in figures["timeline"].axes[0].get_title(loc="left")
-    html = render_page(on_gpu, figures)
-    assert "runs ahead of the device" in html
-    assert "waiting for core attention" not in html
-    assert "runs ahead of the device" not in render_page(record, draw_figures(record))
 
 
 def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
@@ -154,8 +138,3 @@ def test_step_log_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCapture
     assert len(caplog.records) == 1
     log.append(steps[3])
     assert StepLog(path).read() == steps
-
-
-def test_mean_leaves_unknown_values_out() -> None:
-    assert mean_of([1.0, None, 3.0]) == 2.0
-    assert mean_of([None]) is None
