@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import pytest
 
 from tests.service.fuzz.harness import Broken, run
-from tests.service.fuzz.mutation import mutated, mutated_bytes
 from tests.service.fuzz.targets import TARGETS
 from tests.support.programs import ran
 
@@ -66,14 +65,3 @@ def test_inputs_of_a_seed_are_always_the_same(name: str) -> None:
 def test_a_batch_of_one_input_ends_well(name: str) -> None:
     """The command that repeats a failure may ask for as few: nothing depends on earlier inputs."""
     assert run(TARGETS[name], 7, 1).inputs == 1
-
-
-def test_mutations_change_something() -> None:
-    from tests.support.service_harness import server_description
-
-    message = server_description("server")
-    rng = random.Random(1)
-    changed = sum(mutated(message, rng) != message for _ in range(200))
-    assert changed > 150
-    raw = message.SerializeToString()
-    assert sum(mutated_bytes(raw, rng) != raw for _ in range(200)) > 150

@@ -26,8 +26,8 @@ from distca.contract.codec import WireError, first_tick_from_bytes, plan_from_pr
 from distca.contract.tokens import rank_token
 from distca.v1 import data_plane_pb2, jobs_pb2
 from tests.service.fuzz.codec import N_NANO_BATCHES, N_RANKS, random_plan
-from tests.service.fuzz.loopback import LoopbackConnection, LoopbackTransport
 from tests.service.fuzz.mutation import mutated_raw, parsed
+from tests.support.loopback import LoopbackConnection, LoopbackTransport
 from tests.support.plan_slices import for_server
 from tests.support.team import assert_close
 from tests.support.waiting import eventually

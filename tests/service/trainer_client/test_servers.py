@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRejected
 from distca.v1 import data_plane_pb2
-from tests.service.fuzz.loopback import LoopbackConnection
+from tests.support.loopback import LoopbackConnection
 from tests.unit.trainer_client.answers import SHAPE, one_document_over_two_ranks
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.session_options import SessionOptions

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,13 +32,12 @@ from data_plane.device_memory import DriverError
 from data_plane.transport import (
     PeerClosed,
     PeerLost,
-    ProofFailed,
     Transfer,
-    TransferState,
     TransportError,
 )
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
+from tests.support.loopback import LoopbackClaim, LoopbackConnection
 from tests.support.waiting import eventually
 from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan
 
@@ -55,58 +54,18 @@ JOB = JobDescription(
 )
 TICK_BYTES = 4608
 """Of all buffers of one tick of the plan below: requests and replies, as a pool rounds them."""
-MOVING_SECONDS = 0.125
-"""What every transfer says that its bytes took."""
 
 
-class FakeTransfer:
-    """A transfer that the test ends."""
-
-    def __init__(self, tag: int, buffer: PooledBuffer) -> None:
-        self.tag, self.nbytes = tag, buffer.nbytes
-        self.state, self.error = TransferState.PENDING, None
-        self.ended_at: float | None = None
-        self.moving_seconds = 0.0
-        self._buffer = buffer.retain()
-        self._callbacks: list[Callable[[Transfer], None]] = []
-
-    def wait(self, timeout_seconds: float) -> None:
-        raise AssertionError("a server never waits")
-
-    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        if self.state is TransferState.PENDING:
-            self._callbacks.append(callback)
-        else:
-            callback(self)
-
-    def end(self, state: TransferState) -> None:
-        if self.state is TransferState.PENDING:
-            self.state = state
-            self.ended_at, self.moving_seconds = time.monotonic(), MOVING_SECONDS
-            self._buffer.release()
-            for callback in self._callbacks:
-                callback(self)
-
-
-class FakeConnection:
-    """A rank's connection: the test decides what arrives, and sees what was offered and put."""
-
-    peer, transport, last_heard = "rank", "fake", 0.0
-    sending_key = receiving_key = bytes(32)
-    leaves_host = False
+class Line(LoopbackConnection):
+    """The server's end of a rank's connection: the test decides what arrives, and sees what was
+    put."""
 
     def __init__(self) -> None:
-        self.closed, self.reason = False, ""
-        self.offers: dict[int, FakeTransfer] = {}
+        super().__init__("rank")
+        self.other = LoopbackConnection("server-0")
+        self.other.other = self
         self.puts: list[int] = []
-        self.callbacks: list[Callable[[TransportError | None], None]] = []
-
-    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
-        assert tag not in self.offers, "one offer of a tag at a time"
-        transfer = self.offers[tag] = FakeTransfer(tag, buffer)
-        if self.closed:
-            transfer.end(TransferState.FAILED)
-        return transfer
+        self.reason = ""
 
     def put(
         self,
@@ -115,51 +74,18 @@ class FakeConnection:
         deadline_seconds: float,
         ready: Callable[[], bool] | None = None,
     ) -> Transfer:
-        transfer = FakeTransfer(tag, buffer)
         self.puts.append(tag)
-        transfer.end(TransferState.DONE)
-        return transfer
+        return super().put(tag, buffer, deadline_seconds, ready)
 
-    def skip(self, tag: int) -> None:
-        raise AssertionError("a server skips nothing")
+    def close(self, reason: str = "", *, finished: bool = False) -> None:
+        self.reason = self.reason or reason
+        super().close(reason, finished=finished)
 
-    def arrive(self, tick: Tick) -> None:
+    def rows_arrive(self, tick: Tick) -> None:
         """The request of ``tick``, whose rows may hold anything, when its receive is posted."""
         tag = tick.tag(reply=False)
         eventually(lambda: tag in self.offers)
-        self.offers.pop(tag).end(TransferState.DONE)
-
-    def close(self, reason: str = "", *, finished: bool = False) -> None:
-        if not self.closed:
-            self.closed, self.reason = True, reason
-            for offer in list(self.offers.values()):
-                offer.end(TransferState.FAILED)
-
-    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
-        self.callbacks.append(callback)
-
-    def end(self, error: TransportError) -> None:
-        """The peer closes the connection, or is lost."""
-        for callback in self.callbacks:
-            callback(error)
-
-    def show_as(self, name: str) -> None:
-        self.name = name
-
-    def ping(self, timeout_seconds: float) -> None:
-        raise AssertionError("trainers ask servers, not the other way round")
-
-
-@dataclass(frozen=True)
-class FakeClaim:
-    """Of a client that knows ``secret``."""
-
-    hello: bytes
-    secret: bytes
-
-    def check(self, secret: bytes) -> None:
-        if secret != self.secret:
-            raise ProofFailed("the proof of the hello is wrong")
+        self.offers.pop(tag).end()
 
 
 class FailingKernel(CpuKernel):
@@ -186,8 +112,8 @@ class Harness(Host):
     def rank_lost(self, job_id: str, rank: int) -> None:
         self.lost.append((job_id, rank))
 
-    def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> FakeConnection:
-        connection = FakeConnection()
+    def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> Line:
+        connection = Line()
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=JOB.job_id,
@@ -196,7 +122,7 @@ class Harness(Host):
             first_step=first_step,
             epoch=epoch,
         )
-        claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, rank))
+        claim = LoopbackClaim(hello.SerializeToString(), rank_token(JOB.verification_key, rank))
         self.server.accept(claim, connection)
         return connection
 
@@ -229,9 +155,9 @@ def ticks_of(step: int) -> list[Tick]:
     return [Tick(step, layer, 0, Phase.FORWARD) for layer in range(N_LAYERS)]
 
 
-def run_step(harness: Harness, step: int, *connections: FakeConnection) -> None:
+def run_step(harness: Harness, step: int, *connections: Line) -> None:
     for tick, connection in itertools.product(ticks_of(step), connections):
-        connection.arrive(tick)
+        connection.rows_arrive(tick)
     eventually(lambda: len(connections[0].puts) >= N_LAYERS)
 
 
@@ -264,7 +190,7 @@ def test_a_close_notice_is_no_warning_and_a_loss_is_one(
 ) -> None:
     connection = harness.connect(1)
     with caplog.at_level(logging.INFO):
-        connection.end(error)
+        connection.lose(error)
     (record,) = [record for record in caplog.records if "disconnected" in record.message]
     assert record.levelno == level
     assert str(error) in record.message
@@ -275,7 +201,7 @@ def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
     first, _ = (harness.connect(rank) for rank in range(2))
     harness.add(0)
     posted = harness.pool.stats().in_use_bytes
-    first.arrive(ticks_of(0)[0])
+    first.rows_arrive(ticks_of(0)[0])
     eventually(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
     assert harness.server.open_ticks == 1
     assert harness.pool.stats().in_use_bytes == posted
@@ -288,9 +214,9 @@ def test_a_rank_that_is_owed_no_reply_may_be_a_tick_ahead(harness: Harness) -> N
     tags = [tick.tag(reply=False) for tick in ticks_of(0)]
     assert list(keys_only.offers) == tags[:2]
     for tick in ticks_of(0)[:2]:
-        keys_only.arrive(tick)
+        keys_only.rows_arrive(tick)
     assert not keys_only.offers
-    other.arrive(ticks_of(0)[0])
+    other.rows_arrive(ticks_of(0)[0])
     eventually(lambda: list(keys_only.offers) == tags[2:])
     assert not keys_only.puts
     assert harness.pool.stats().allocations == made
@@ -309,7 +235,7 @@ def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None
     connection = made[0].connect(0)
     made[0].add(0)
     posted = made[0].pool.stats().in_use_bytes
-    connection.arrive(ticks_of(0)[0])
+    connection.rows_arrive(ticks_of(0)[0])
     eventually(lambda: connection.closed)
     # The request that was posted, and its reply.
     assert held
@@ -330,17 +256,17 @@ def test_a_device_that_gives_no_memory_costs_one_rank_its_connection(
         return acquire(nbytes)
 
     monkeypatch.setattr(harness.pool, "acquire", refuse_after_reply)
-    first.arrive(ticks_of(0)[0])
+    first.rows_arrive(ticks_of(0)[0])
     eventually(lambda: first.closed)
     assert "launch failure" in first.reason
-    second.arrive(ticks_of(0)[0])
+    second.rows_arrive(ticks_of(0)[0])
     eventually(lambda: len(second.puts) == 1)
 
 
 def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
     first, second = harness.connect(0), harness.connect(1)
     harness.add(0)
-    second.arrive(ticks_of(0)[0])
+    second.rows_arrive(ticks_of(0)[0])
     first.close("gave up")
     again = harness.connect(0, first_step=1)
     eventually(lambda: second.closed)
@@ -360,14 +286,14 @@ def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() 
     first = ticks_of(0)[0]
     for connection in ranks:
         assert list(connection.offers) == [first.tag(reply=False)]
-    ranks[0].arrive(first)
+    ranks[0].rows_arrive(first)
     time.sleep(0.1)
     assert not ranks[0].offers
-    ranks[1].arrive(first)
+    ranks[1].rows_arrive(first)
     for tick in ticks_of(0)[1:]:
         for connection in ranks:
             eventually(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
-            connection.arrive(tick)
+            connection.rows_arrive(tick)
     eventually(lambda: len(harness.finished) == 1)
     waited = "distca_attention_node_memory_wait_seconds_total"
     assert (harness.registry.get_sample_value(waited, {"server": "server-0"}) or 0.0) > 0.05
@@ -380,7 +306,7 @@ def test_a_plan_of_a_higher_epoch_tells_of_a_recovery_that_was_not_heard_of(
 ) -> None:
     before = [harness.connect(rank) for rank in range(2)]
     harness.add(0)
-    before[1].arrive(ticks_of(0)[0])
+    before[1].rows_arrive(ticks_of(0)[0])
     harness.add(0, epoch=2)
     assert all("recovers with epoch 2" in connection.reason for connection in before)
     harness.add(0, epoch=1)
@@ -394,9 +320,9 @@ def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> 
     first, second = harness.connect(0), harness.connect(1)
     harness.add(0)
     under_way = first.offers.pop(ticks_of(0)[0].tag(reply=False))
-    second.arrive(ticks_of(0)[0])
+    second.rows_arrive(ticks_of(0)[0])
     harness.server.close_job(JOB.job_id, "rank 1 failed")
-    under_way.end(TransferState.DONE)
+    under_way.end()
     assert "rank 1 failed" in first.reason
     eventually(lambda: harness.pool.stats().in_use_bytes == 0)
 
@@ -419,7 +345,7 @@ def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
     connections = [harness.connect(rank) for rank in range(2)]
     for number, tick in enumerate(ticks_of(0), 1):
         for connection in connections:
-            connection.arrive(tick)
+            connection.rows_arrive(tick)
         eventually(lambda number=number: all(len(c.puts) == number for c in connections))  # type: ignore[misc]
         # A tick is over a moment after its last reply.
         eventually(lambda: harness.server.open_ticks == 0)
@@ -447,9 +373,9 @@ def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
         server_id="server-0",
         edge_keys=True,
     )
-    claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
+    claim = LoopbackClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
     with pytest.raises(HelloRefused, match="edge keys are exchanged between ranks") as refused:
-        harness.server.accept(claim, FakeConnection())
+        harness.server.accept(claim, Line())
     assert refused.value.reason is HelloRefusal.SERVER
 
 
@@ -457,10 +383,10 @@ def test_a_rank_that_sends_a_tick_on_two_connections_counts_once(harness: Harnes
     first, other, second = (harness.connect(rank) for rank in (0, 1, 0))
     harness.add(0)
     tick = ticks_of(0)[0]
-    first.arrive(tick)
-    second.arrive(tick)
+    first.rows_arrive(tick)
+    second.rows_arrive(tick)
     eventually(lambda: second.closed)
-    other.arrive(tick)
+    other.rows_arrive(tick)
     eventually(lambda: bool(first.puts) and bool(other.puts))
     assert not first.closed
     harness.server.close()

@@ -8,40 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from core_attention.ca_task import MaskKind, Phase, TaskTable
-from core_attention.manifest import Manifest, RankManifest, Segment
-from core_attention.plan import Plan, PlanServer
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.manifest import RankManifest, Segment
+from core_attention.plan import Plan
 from core_attention.routing import derive_routes
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from tests.support.reference import ReferenceResult, reference_attention
+from tests.unit.attention_node.cases import make_plan
 from trainer_client.integrity.answer import Answer
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=6, dtype="float32")
-SERVERS = (PlanServer("server-0", None, "host:1"), PlanServer("server-1", None, "host:2"))
 
 
-def make_plan(
-    manifests: Sequence[RankManifest], tasks: Sequence[tuple[int, int, int, int]]
-) -> Plan:
-    """Tasks are (document index, q_begin, q_end, server), forward and backward alike."""
-    table = TaskTable(*np.array(tasks, dtype=np.int64).T)
-    return Plan(
-        manifest=Manifest.merge(manifests, len(manifests)),
-        epoch=0,
-        servers=SERVERS,
-        forward=table,
-        backward=table,
-        mask=MaskKind.CAUSAL,
-        planner="test",
-        reason="made up",
-    )
+def plan_of(manifests: Sequence[RankManifest], tasks: Sequence[tuple[int, int, int, int]]) -> Plan:
+    """Tasks on two servers are (document index, q_begin, q_end, server), in both phases."""
+    return make_plan(manifests, TaskTable(*np.array(tasks, dtype=np.int64).T), n_servers=2)
 
 
 def two_documents_at_home() -> Plan:
     """Documents 7 (10 tokens) and 9 (6 tokens) on rank 0; server 1 has the end of the first."""
     segments = (Segment(7, 10, 0, 10), Segment(9, 6, 0, 6))
-    return make_plan([RankManifest(5, 0, (segments,))], [(0, 0, 4, 0), (0, 4, 10, 1), (1, 0, 6, 0)])
+    return plan_of([RankManifest(5, 0, (segments,))], [(0, 0, 4, 0), (0, 4, 10, 1), (1, 0, 6, 0)])
 
 
 def one_document_over_two_ranks() -> Plan:
@@ -50,7 +38,7 @@ def one_document_over_two_ranks() -> Plan:
         RankManifest(5, 0, ((Segment(7, 10, 0, 6),),)),
         RankManifest(5, 1, ((Segment(7, 10, 6, 4),),)),
     ]
-    return make_plan(manifests, [(0, 0, 6, 0), (0, 6, 10, 0)])
+    return plan_of(manifests, [(0, 0, 6, 0), (0, 6, 10, 0)])
 
 
 def answer_of(

@@ -19,8 +19,8 @@ from core_attention.plan import Plan
 from tests.unit.trainer_client.answers import (
     SHAPE,
     answer_of,
-    make_plan,
     one_document_over_two_ranks,
+    plan_of,
     two_documents_at_home,
 )
 from trainer_client.integrity.answer import Answer
@@ -65,7 +65,7 @@ def findings(*answers: Answer) -> list[AuditFinding]:
 
 def long_document() -> Plan:
     """Document 3 of 300 tokens on rank 0, cut at 120; server 0 runs all of it."""
-    return make_plan(
+    return plan_of(
         [RankManifest(5, 0, ((Segment(3, 300, 0, 300),),))], [(0, 0, 120, 0), (0, 120, 300, 0)]
     )
 
@@ -186,7 +186,7 @@ def chosen_rows(auditor: Auditor, answer: Answer) -> tuple[int, ...]:
 def many_documents() -> Answer:
     """200 tasks."""
     manifest = RankManifest(5, 0, (tuple(Segment(d, 2, 0, 2) for d in range(200)),))
-    return answer_of(make_plan([manifest], [(d, 0, 2, 0) for d in range(200)]), Phase.FORWARD)
+    return answer_of(plan_of([manifest], [(d, 0, 2, 0) for d in range(200)]), Phase.FORWARD)
 
 
 def test_a_share_of_the_tasks_is_audited() -> None:

@@ -121,21 +121,3 @@ def test_what_servers_ran_is_told_in_sum_and_of_each_while_it_is_connected(
     assert value(registry, "tasks_total", **of_pool) == 4
     own = {"server": OWN, "transport": "none", "phase": "backward"}
     assert value(pairs, "server_tasks_total", **own) == 2
-
-
-def test_failures_are_there_from_the_start_and_counted(
-    registry: CollectorRegistry, metrics: TrainerMetrics
-) -> None:
-    replayed = {"phase": "forward", "where": "home"}
-    assert value(registry, "replayed_ticks_total", **replayed) == 0
-    series = metrics.series
-    series.at(phase=Phase.FORWARD, where="home").replayed_ticks_total.inc()
-    series.recovery_seconds.observe(0.5)
-    series.stale_results_total.inc()
-    series.at(result="different").audited_tasks_total.inc()
-    series.at(kind="checksum").corrupt_results_total.inc()
-    assert value(registry, "replayed_ticks_total", **replayed) == 1
-    assert value(registry, "recovery_seconds_sum") == 0.5
-    assert value(registry, "stale_results_total") == 1
-    assert value(registry, "audited_tasks_total", result="different") == 1
-    assert value(registry, "corrupt_results_total", kind="checksum") == 1

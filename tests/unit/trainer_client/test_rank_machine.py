@@ -181,18 +181,6 @@ def test_a_hand_in_that_ran_at_home_is_left_out_under_another_number() -> None:
     assert rank.machine.first_unknown == 5
 
 
-def test_plans_that_a_rank_does_not_run_are_its_servers_alone() -> None:
-    """Connections stay when it goes on with a later step."""
-    rank = running_rank()
-    rank.run_all(0, 1)
-    assert of_type(rank.machine.plan_came(plan_of(1, 1), 0.0), instructions.PlanOwnServer)
-    assert rank.machine.own_server_planned(plan_of(1, 1)) == []
-    rank.hand_in(2)
-    done = rank.begin(2)
-    assert not of_type(done, instructions.CloseConnections)
-    assert answer(rank.recover(2)).keys() == {0, 2}
-
-
 def test_finished_steps_are_forgotten_unless_their_block_still_runs() -> None:
     rank = running_rank()
     rank.hand_in(1, 2)
@@ -237,16 +225,6 @@ def test_a_plan_of_a_higher_epoch_replaces_one_and_nothing_else_does() -> None:
     assert outline.epoch == 8
 
 
-def test_a_plan_that_became_void_on_its_way_to_the_own_server_counts_no_more() -> None:
-    rank = Rank()
-    rank.hand_in(3)
-    outline = plan_of(3, 7)
-    assert instructions.PlanOwnServer(outline) in rank.machine.plan_came(outline, 0.0)
-    rank.recover(8)
-    assert rank.machine.own_server_planned(outline) == []
-    assert rank.machine.outline_of(3) is None
-
-
 def test_servers_that_cannot_be_reached_are_reported_once() -> None:
     rank = Rank()
     rank.hand_in(0)
@@ -280,18 +258,6 @@ def test_ticks_wait_for_a_plan_and_are_sent_when_it_comes() -> None:
     assert count == instructions.CountRecovery(0, 1, 2.5, (forward(0), forward(1)))
 
 
-def test_a_tick_is_sent_as_it_begins_under_a_plan_in_force() -> None:
-    rank = running_rank()
-    assert rank.call(forward(0)) == instructions.SendTick(forward(0), 1)
-
-
-def test_replies_are_taken_in_once_they_are_examined() -> None:
-    rank = running_rank()
-    rank.send(forward(0), 1)
-    assert rank.take_in(forward(0), 1)[0] == instructions.TakeIn(forward(0), 1)
-    assert not rank.running().replies_here(forward(0), 1), "twice"
-
-
 def test_replies_of_an_epoch_that_is_over_are_let_go() -> None:
     rank = running_rank()
     rank.send(forward(0), 1)
@@ -319,26 +285,6 @@ def test_a_lost_server_is_reported_once_and_leaves_the_step_without_a_plan() -> 
     assert rank.call(backward(1)) is None
 
 
-@pytest.mark.parametrize("lane", [SHARED, ALONE], ids=["shared", "alone"])
-def test_inputs_are_kept_for_others_as_long_as_they_may_ask(lane: LaneOutline) -> None:
-    rank = running_rank(lane)
-    keeps = lane.is_shared
-    kept = instructions.ForgetQueries if keeps else instructions.ForgetInputs
-    for layer in range(N_LAYERS):
-        assert rank.complete(forward(layer), 1)[1:] == [kept(forward(layer))]
-    forgotten = of_type(rank.complete(backward(1), 1), instructions.ForgetInputs)
-    assert forgotten == (
-        [instructions.ForgetInputs(forward(layer)) for layer in range(N_LAYERS)]
-        if keeps
-        else [instructions.ForgetInputs(backward(1))]
-    )
-    rank.complete(backward(0), 1)
-    ended = rank.machine.end_step(0, "")
-    assert ended == [], "another rank may still ask" if keeps else "nothing is left"
-    finished = of_type(rank.machine.all_finished(0), instructions.ForgetInputs)
-    assert finished == ([instructions.ForgetInputs(backward(0))] if keeps else [])
-
-
 @pytest.mark.parametrize("kept", [0, 1])
 def test_only_the_latest_forward_inputs_are_kept_if_so_asked(kept: int) -> None:
     rank = running_rank(kept=kept)
@@ -349,15 +295,6 @@ def test_only_the_latest_forward_inputs_are_kept_if_so_asked(kept: int) -> None:
             for each in range(layer - kept, layer - kept + 1)
             if each >= 0
         ]
-
-
-def test_a_replay_of_inputs_that_are_gone_ends_the_step() -> None:
-    rank = running_rank(kept=1)
-    for layer in range(N_LAYERS):
-        rank.complete(forward(layer), 1)
-    rank.recover(2)
-    rank.run_under(0, 2, first_tick=0)
-    assert rank.running().failure.endswith("is to be replayed, and its rows are kept no longer")
 
 
 @pytest.mark.parametrize("kept", [None, 1], ids=["changed", "gone"])
@@ -384,20 +321,6 @@ def test_a_rank_that_has_gone_on_gives_up_a_step_that_it_cannot_send_again(
     assert rank.replay_sent(2) == []
     assert not rank.machine.may_be_asked(0)
     assert answer(rank.recover(3)) == {0: ((0,), True)}
-
-
-def test_a_lane_whose_lower_layers_are_frozen_ends_early() -> None:
-    rank = running_rank()
-    running = rank.running()
-    calls = running.lanes[0].calls
-    for layer in range(N_LAYERS):
-        calls.forward(needs_backward=layer > 0)
-        running.begin(forward(layer))
-        running.under_way(forward(layer), 1)
-        rank.take_in(forward(layer), 1)
-    done = rank.complete(backward(1), 1)
-    assert done[-1] == instructions.EndLane(backward(0), 1)
-    assert answer(rank.recover(2)) == {0: ((2 * N_LAYERS,), False)}
 
 
 # Recoveries.
@@ -458,13 +381,6 @@ def test_a_step_that_stays_without_a_plan_fails_with_the_reason() -> None:
     assert "without a plan for 30 s after: recovery with epoch 2" in running.failure
 
 
-def test_the_first_reason_why_a_step_cannot_go_on_stays() -> None:
-    rank = running_rank()
-    rank.machine.replay_broke(0, "first")
-    rank.machine.step_failed(0, "second")
-    assert rank.running().failure == "first"
-
-
 def test_a_rank_without_rows_is_complete_from_the_beginning() -> None:
     rank = running_rank(EMPTY)
     assert answer(rank.recover(2)) == {0: ((2 * N_LAYERS,), False)}
@@ -490,16 +406,6 @@ def test_steps_to_come_are_not_done_and_refused_ones_are_not_told() -> None:
     rank.hand_in(1, 2)
     rank.machine.refuse(2, "no server")
     assert answer(rank.recover(2)) == {1: ((0,), False)}
-
-
-def test_a_step_that_needs_nobody_any_more_enters_no_plan() -> None:
-    rank = running_rank(ALONE)
-    rank.run_all(0, 1)
-    outline = plan_of(0, 2, first_tick=0)
-    rank.machine.plan_came(outline, 0.0)
-    rank.machine.own_server_planned(outline)
-    rank.machine.end_step(0, "")
-    assert rank.connected(2) == []
 
 
 @pytest.mark.parametrize("n_complete", range(2 * N_LAYERS))
@@ -553,11 +459,6 @@ def test_a_plan_that_comes_too_late_has_servers_told_that_the_rank_takes_no_part
     rank.begin(1)
     (connect,) = of_type(rank.plan(1, 1), instructions.Connect)
     assert connect.first_step == 1
-
-
-@pytest.mark.parametrize("lane", [SHARED, ALONE])
-def test_only_a_step_whose_documents_are_whole_goes_home(lane: LaneOutline) -> None:
-    assert running_rank(lane).running().can_go_home is not lane.is_shared
 
 
 @pytest.mark.parametrize("case", ["shared", "under way", "without a plan"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,50 +11,27 @@ import pytest
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
-from data_plane.transport import PeerLost, TransferState
+from data_plane.transport import PeerLost, Transfer, TransferState
 from distca.contract.server_loss import LossCause
+from tests.support.loopback import LoopbackConnection, LoopbackTransfer
 from trainer_client.step import replies
 
 NBYTES = 1000
 
 
-class FakeTransfer:
-    """A request or an offer that the test ends."""
-
-    def __init__(self, buffer: PooledBuffer | None = None) -> None:
-        self.state = TransferState.PENDING
-        self.error: PeerLost | None = None
-        self.ended_at: float | None = None
-        self.buffer = buffer.retain() if buffer is not None else None
-        self._callbacks: list[Callable[[Any], None]] = []
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callbacks.append(callback)
-
-    def end(self, error: PeerLost | None = None) -> None:
-        if self.buffer is not None:
-            self.buffer.release()
-        self.error, self.ended_at = error, time.monotonic()
-        self.state = TransferState.FAILED if error else TransferState.DONE
-        for callback in self._callbacks:
-            callback(self)
-
-    def wait(self, timeout_seconds: float) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class FakeConnection:
-    """Keeps offers."""
+class Line(LoopbackConnection):
+    """Notes offers and their deadlines."""
 
     def __init__(self) -> None:
-        self.offers: list[FakeTransfer] = []
+        super().__init__("node-0")
+        self.offered: list[LoopbackTransfer] = []
         self.seconds: list[float] = []
 
-    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> FakeTransfer:
-        self.offers.append(FakeTransfer(buffer))
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        transfer = super().offer(tag, buffer, deadline_seconds)
+        self.offered.append(self.offers[tag])
         self.seconds.append(deadline_seconds)
-        return self.offers[-1]
+        return transfer
 
 
 class Rows:
@@ -83,7 +59,9 @@ class Waiting:
 
     def __init__(self, nbytes: int = NBYTES, pool: BufferPool | None = None) -> None:
         self.pool = pool or BufferPool()
-        self.connection, self.request, self.rows = FakeConnection(), FakeTransfer(), Rows()
+        self.connection, self.rows = Line(), Rows()
+        # Its memory is not of the pool that is looked at.
+        self.request = LoopbackTransfer(0, BufferPool().acquire(1))
         exchanger: Any = SimpleNamespace(
             pool=self.pool,
             deadline_seconds=30.0,
@@ -96,9 +74,8 @@ class Waiting:
             reply=SimpleNamespace(nbytes=nbytes),
             rows=self.rows,
         )
-        request: Any = self.request
         self.reply = replies._RemoteAwaited(
-            exchanger, exchange, Tick(0, 0, 0, Phase.FORWARD), {}, request
+            exchanger, exchange, Tick(0, 0, 0, Phase.FORWARD), {}, self.request
         )
         self.request.add_done_callback(self.reply.request_ended)
 
@@ -114,13 +91,13 @@ def lost() -> PeerLost:
 def test_a_reply_has_no_memory_before_its_request_has_gone() -> None:
     waiting = Waiting()
     assert not waiting.reply.arrived()
-    assert (waiting.in_use_bytes, waiting.connection.offers) == (0, [])
+    assert (waiting.in_use_bytes, waiting.connection.offered) == (0, [])
     waiting.reply.wait(0.001)
     waiting.request.end()
-    assert (waiting.in_use_bytes, len(waiting.connection.offers)) == (1024, 1)
+    assert (waiting.in_use_bytes, len(waiting.connection.offered)) == (1024, 1)
     assert 29.0 < waiting.connection.seconds[0] <= 30.0, "one deadline for both"
     assert not waiting.reply.arrived()
-    waiting.connection.offers[0].end()
+    waiting.connection.offered[0].end()
     assert waiting.reply.arrived()
     waiting.reply.examine()
     waiting.reply.take_in({}, {})
@@ -141,7 +118,7 @@ def test_a_reply_that_is_let_go_early_is_received_all_the_same() -> None:
     waiting.reply.let_go()
     waiting.request.end()
     assert waiting.in_use_bytes == 1024
-    waiting.connection.offers[0].end()
+    waiting.connection.offered[0].end()
     assert waiting.in_use_bytes == 0
 
 
@@ -151,14 +128,14 @@ def test_a_failure_is_raised_to_who_waits_and_gives_the_memory_back(
 ) -> None:
     waiting = Waiting()
 
-    def refuse(tag: int, buffer: PooledBuffer, deadline_seconds: float) -> FakeTransfer:
+    def refuse(tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         raise lost()
 
     if fails == "offer":
         monkeypatch.setattr(waiting.connection, "offer", refuse)
     waiting.request.end(lost() if fails == "request" else None)
     if fails == "reply":
-        waiting.connection.offers[0].end(lost())
+        waiting.connection.offered[0].end(lost())
     waiting.reply.wait(0.001)
     with pytest.raises(replies.ExchangeFailed) as raised:
         waiting.reply.arrived()
@@ -182,7 +159,7 @@ def test_nothing_is_posted_where_no_rows_come_back() -> None:
     waiting.request.end()
     waiting.reply.examine()
     waiting.reply.take_in({}, {})
-    assert (waiting.rows.unpacked, waiting.connection.offers, waiting.in_use_bytes) == (0, [], 0)
+    assert (waiting.rows.unpacked, waiting.connection.offered, waiting.in_use_bytes) == (0, [], 0)
 
 
 def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
@@ -193,7 +170,7 @@ def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
     monkeypatch.setattr(replies, "launched_work", lambda device: event.query)
     waiting = Waiting()
     waiting.request.end()
-    waiting.connection.offers[0].end()
+    waiting.connection.offered[0].end()
     waiting.reply.take_in({}, {})
     assert waiting.in_use_bytes == 1024
     event.done = True

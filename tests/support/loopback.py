@@ -145,8 +145,8 @@ class LoopbackConnection:
             what = f"{message.numel()} bytes came, {offer.nbytes} were offered"
             error = MessageSizeMismatch(what, transport=NAME, peer=self.peer)
             offer.end(error)
-            self._end(error)
-            self.other._end(PeerLost("it closed the connection", transport=NAME, peer=self.peer))
+            self.lose(error)
+            self.other.lose(PeerLost("it closed the connection", transport=NAME, peer=self.peer))
             return
         offer.buffer.tensor.copy_(message)
         offer.end()
@@ -166,8 +166,8 @@ class LoopbackConnection:
         offer.end(skipped=True)
 
     def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
-        self._end(None)
-        self.other._end(PeerLost(reason, transport=NAME, peer=self.peer))
+        self.lose(None)
+        self.other.lose(PeerLost(reason, transport=NAME, peer=self.peer))
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         with self._lock:
@@ -179,7 +179,8 @@ class LoopbackConnection:
     def ping(self, timeout_seconds: float) -> None:
         self.last_heard = time.monotonic()
 
-    def _end(self, error: TransportError | None) -> None:
+    def lose(self, error: TransportError | None) -> None:
+        """It ends here, by an error or by this side's close."""
         with self._lock:
             if self.closed:
                 return
