@@ -51,17 +51,10 @@ def test_rows_are_exchanged_at_the_interfaces_first_address() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("net2", "is no network interface of this machine"), ("ib0", "has no IPv4 address")],
-)
-def test_an_interface_without_an_address_is_named_beside_those_that_have_one(
-    name: str, why: str
-) -> None:
-    message = f"data_interface '{name}' {why}; choose one of eth0 (10.1.0.7), net1 (192.168.9.7)"
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text is compared
+@pytest.mark.parametrize("name", ["net2", "ib0"])
+def test_an_interface_without_an_address_is_named_beside_those_that_have_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'.*eth0.*net1"):
         ServiceSettings(control_plane="cp:7700", run_dir=Path("runs/a"), data_interface=name)
-    assert str(raised.value) == message
 
 
 def test_this_machine_has_loopback() -> None:
@@ -77,10 +70,9 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     shape = parse_shape("8:2:64:float32")
-    said = r"this machine's name 'box' has no IPv4 address: Name or"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="'box'"):
         NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="'box'"):
         SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=shape)
     given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
     assert given.data_host == "127.0.0.1"
@@ -88,23 +80,23 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
 
 @pytest.mark.parametrize("host", ["node..example", "n" * 64])
 def test_a_text_that_can_be_no_name_is_named_like_one_that_is_unknown(host: str) -> None:
-    with pytest.raises(ValueError, match=f"data_host '{host}' has no IPv4 address: not the name"):
+    with pytest.raises(ValueError, match=host):
         interface_of_host(host)
-    with pytest.raises(TransportError, match=f"cannot listen: '{host}' is no IPv4 address"):
+    with pytest.raises(TransportError, match=host):
         local_ip(host, 7710, "ucxx")
-    with pytest.raises(ConnectFailed, match=r"does not resolve: .*not the name of a host"):
+    with pytest.raises(ConnectFailed):
         resolve(Address(host, 7710), 5.0, "ucxx")
 
 
 def test_an_empty_data_host_is_refused_and_not_taken_for_all_interfaces() -> None:
-    said = "data_host is ''; give a name or IPv4 address of this machine that other machines reach"
-    shape = parse_shape("8:2:64:float32")
-    with pytest.raises(ValueError, match=said):
-        NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="")
-    with pytest.raises(ValueError, match=said):
-        DoctorSettings(data_host="")
-    with pytest.raises(ValueError, match=said):
-        ServiceSettings(control_plane="cp:7700", run_dir=Path("runs/a"), data_host="")
+    shapes = (parse_shape("8:2:64:float32"),)
+    for settings in (
+        functools.partial(NodeSettings, control_plane="cp:7700", profile_shapes=shapes),
+        DoctorSettings,
+        functools.partial(ServiceSettings, control_plane="cp:7700", run_dir=Path("runs/a")),
+    ):
+        with pytest.raises(ValueError, match="data_host"):
+            settings(data_host="")
 
 
 def test_a_machines_own_address_is_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

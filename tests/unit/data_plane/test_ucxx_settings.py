@@ -46,9 +46,8 @@ def test_environment_wins_over_defaults_and_argument_over_both() -> None:
 )
 def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=name) as caught:
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
         UcxxSettings(**wrong)
-    assert str(value) in str(caught.value)
 
 
 def test_polls_only_on_a_gpu_unless_told() -> None:

@@ -38,11 +38,6 @@ def commands(path: Path) -> Iterator[str]:
             yield f"{named[1]}{value}{named[3]}"
 
 
-def test_there_are_workflows_for_checks_and_releases() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "nightly.yml", "release.yml"]
-    assert {"test", "publish", "push-chart", "sign"} <= TARGETS
-
-
 @each_workflow
 def test_steps_call_targets_that_exist_or_install_debians_packages(path: Path) -> None:
     called = set()
