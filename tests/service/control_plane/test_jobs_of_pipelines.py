@@ -73,46 +73,34 @@ def test_the_wire_keeps_pipelines(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "match"),
+    "message",
     [
-        (changed(lambda m: m.ClearField("schedule_csv")), "schedule 1f1b is empty"),
-        (
-            changed(lambda m: setattr(m, "schedule_csv", "x" * (MAX_SCHEDULE_BYTES + 1))),
-            "has 1048577 characters; 1048576 are the most",
-        ),
-        (
-            changed(lambda m: setattr(m, "schedule_csv", "4000000000F0,4000000000B0")),
-            "numbered from 0 without gaps",
-        ),
-        (
-            changed(lambda m: setattr(m, "schedule_csv", "0F4000000000,0B0")),
-            "numbered from 0 without gaps",
-        ),
-        (changed(lambda m: m.layers.append(1)), "layers has 3 values; schedule 1f1b has 2"),
+        changed(lambda m: m.ClearField("schedule_csv")),
+        changed(lambda m: setattr(m, "schedule_csv", "x" * (MAX_SCHEDULE_BYTES + 1))),
+        changed(lambda m: setattr(m, "schedule_csv", "4000000000F0,4000000000B0")),
+        changed(lambda m: setattr(m, "schedule_csv", "0F4000000000,0B0")),
+        changed(lambda m: m.layers.append(1)),
     ],
 )
-def test_malformed_pipelines_are_named(message: jobs_pb2.Pipelining, match: str) -> None:
-    with pytest.raises(WireError, match=match):
+def test_malformed_pipelines_are_refused(message: jobs_pb2.Pipelining) -> None:
+    with pytest.raises(WireError):
         pipelining_from_proto(message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    "changes",
     [
-        ({"n_ranks": 4}, "job train: pipeline_ranks has 2 values; the job has n_ranks=4"),
-        ({"n_layers": 3}, r"n_layers is 3; .* have \[4, 4\] layers .* to the most, 4"),
-        ({"n_nano_batches": 3}, "n_nano_batches is 3; schedule 1f1b has 2 microbatches"),
-        (
-            {"pipelining": changed(lambda m: m.layers.pop())},
-            "job 'train': pipelining: layers has 1 values",
-        ),
+        {"n_ranks": 4},
+        {"n_layers": 3},
+        {"n_nano_batches": 3},
+        {"pipelining": changed(lambda m: m.layers.pop())},
     ],
 )
 def test_jobs_that_do_not_fit_their_pipelines_are_refused(
-    client: Client, changes: dict[str, Any], match: str
+    client: Client, changes: dict[str, Any]
 ) -> None:
     message = pipelining_to_proto(pipelining())
-    with fails(rpc.Reason.INVALID_REQUEST, match=match):
+    with fails(rpc.Reason.INVALID_REQUEST):
         client.open(0, job_spec(**{"pipelining": message, **changes}))
 
 

@@ -286,7 +286,7 @@ def test_what_shows_no_right_to_come_back_is_refused(tmp_path: Path) -> None:
             thief.open(client)
         changed = Rank(0, job_spec(n_layers=9))
         changed.job_id, changed.token = ranks[0].job_id, ranks[0].token
-        with fails(rpc.Reason.SPEC_MISMATCH, match="n_layers"):
+        with fails(rpc.Reason.SPEC_MISMATCH):
             changed.open(client)
 
 
@@ -294,7 +294,7 @@ def test_rank_that_has_left_does_not_come_back(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
         client.close_job(ranks[0].job_id, ranks[0].lease)
-        with fails(rpc.Reason.ALREADY_EXISTS, match="rank 0 has left job"):
+        with fails(rpc.Reason.ALREADY_EXISTS):
             ranks[0].open(client)
 
 
@@ -315,5 +315,5 @@ def test_epoch_that_no_control_plane_gives_is_refused(tmp_path: Path) -> None:
     with started(tmp_path) as (_, client):
         ranks = open_pair(client)
         ranks[0].epoch = 2**63
-        with fails(rpc.Reason.INVALID_REQUEST, match=r"resume\.epoch is"):
+        with fails(rpc.Reason.INVALID_REQUEST):
             ranks[0].open(client)

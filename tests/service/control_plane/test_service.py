@@ -218,7 +218,6 @@ def test_without_servers_the_step_fails_and_may_be_submitted_again(client: Clien
     submit_pair(client, job_id, leases, 4)
     failed = watcher.next("step_failed")
     assert (failed.job_id, failed.step) == (job_id, 4)
-    assert "placement POOL: start attention nodes" in failed.error
     with fails(rpc.Reason.UNKNOWN_STEP):
         client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=4))
     client.register("s0")
@@ -300,22 +299,6 @@ def test_every_planner_is_prepared_and_serves_a_job(planner: str) -> None:
         assert plan.manifest.tokens_per_rank(0)[0] == 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"data_address": "nowhere"}, "data_address is 'nowhere'"),
-        ({"data_address": "host:0"}, "data_address is 'host:0'"),
-        ({"memory_bytes": -1}, "memory_bytes is -1"),
-        ({"capacity_rows": -5}, "-5"),
-        ({"profiles": []}, "no cost profile"),
-    ],
-)
-def test_register_server_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
-    request = membership_pb2.RegisterServerRequest(server=server_description("s0", **changes))
-    with fails(rpc.Reason.INVALID_REQUEST, match=match):
-        client.membership.RegisterServer(request)
-
-
 def test_a_server_keeps_its_id_while_it_watches_and_is_not_replaced(client: Client) -> None:
     server, lease = server_description("s0"), client.register("s0")
     watcher = client.watch_server(lease)
@@ -346,43 +329,81 @@ def test_a_server_that_watches_no_more_makes_place_for_the_next(client: Client) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    "changes",
     [
-        ({"shape": None}, "AttentionShape: num_heads is 0"),
-        ({"placement": 0}, "placement is 0; valid are 1"),
-        ({"placement": 9}, "placement is 9"),
-        ({"planner": "magic"}, r"planner is 'magic'; valid are \['rotating'\]"),
+        {"data_address": "nowhere"},
+        {"data_address": "host:0"},
+        {"memory_bytes": -1},
+        {"capacity_rows": -5},
+        {"profiles": []},
+    ],
+    ids=str,
+)
+def test_register_server_refuses(client: Client, changes: dict[str, Any]) -> None:
+    with fails(rpc.Reason.INVALID_REQUEST):
+        client.register("s0", **changes)
+
+
+IN_PLACE = {"placement": jobs_pb2.PLACEMENT_IN_PLACE}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        ({"shape": None}, {}),
+        ({"placement": 0}, {}),
+        ({"placement": 9}, {}),
+        ({"planner": "magic"}, {}),
+        ({}, {"rank": 2}),
+        ({}, {"host": ""}),
+        (IN_PLACE, {}),
+        (IN_PLACE, {"in_place_server": server_description("train.rank-0", profiles=[])}),
     ],
 )
-def test_open_job_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
-    request = jobs_pb2.OpenJobRequest(spec=job_spec(**changes), rank=0, host="h")
-    with fails(rpc.Reason.INVALID_REQUEST, match=match):
-        client.jobs.OpenJob(request)
+def test_open_job_refuses(client: Client, spec: dict[str, Any], fields: dict[str, Any]) -> None:
+    opening = {"rank": 0, "host": "h", **fields}
+    with fails(rpc.Reason.INVALID_REQUEST):
+        client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=job_spec(**spec), **opening))
 
 
-def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) -> None:
-    with fails(rpc.Reason.INVALID_REQUEST, match="rank is 2; job train has ranks 0 to 1"):
-        client.open(2)
-    with fails(rpc.Reason.INVALID_REQUEST, match="host is empty"):
-        client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0))
-    in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    with fails(rpc.Reason.INVALID_REQUEST, match="in_place_server is missing"):
-        client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=in_place, rank=0, host="h"))
-    with fails(rpc.Reason.INVALID_REQUEST, match=r"server train\.rank-0 has no cost profile"):
-        client.jobs.OpenJob(
-            jobs_pb2.OpenJobRequest(
-                spec=in_place,
-                rank=0,
-                host="h",
-                in_place_server=server_description("train.rank-0", profiles=[]),
-            )
-        )
+def test_manifests_and_measurements_are_refused_unless_they_fit(client: Client) -> None:
+    server_lease = client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+
+    def submit(manifest: plan_pb2.RankManifest) -> None:
+        request = jobs_pb2.SubmitManifestRequest(job_id=job_id, rank_lease_id=leases[0])
+        request.manifest.CopyFrom(manifest)
+        client.jobs.SubmitManifest(request)
+
+    def report(lease: str, **measured: Any) -> None:
+        step = jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=lease, **measured)
+        client.jobs.ReportStep(step)
+
+    short = jobs_pb2.ServerMeasurement(server_id="s0", forward_busy_seconds=[1.0])
+    wrong: list[Callable[[], object]] = [
+        lambda: client.submit(job_id, leases[0], rank_manifest(0, 1)),
+        lambda: client.submit(job_id, leases[0], RankManifest.from_lengths(0, 0, [[5]])),
+        lambda: submit(plan_pb2.RankManifest(n_nano_batches=2, nano_batch=b"123")),
+        lambda: client.report_rank(job_id, leases[0], 0, 1),
+        lambda: client.report_server(job_id, server_lease, 0, "s9"),
+        lambda: report(leases[0]),
+        lambda: report(server_lease, server=short),
+    ]
+    submit_pair(client, job_id, leases, 0)
+    watcher.next("step_planned")
+    for call in wrong:
+        with fails(rpc.Reason.INVALID_REQUEST):
+            call()
+    with fails(rpc.Reason.UNKNOWN_STEP):
+        client.report_rank(job_id, leases[0], 5, 0)
 
 
 def test_no_pool_server_or_job_passes_for_a_ranks_server(client: Client) -> None:
-    with fails(rpc.Reason.INVALID_REQUEST, match="server_id"):
+    with fails(rpc.Reason.INVALID_REQUEST):
         client.register("train.rank-0")
-    with fails(rpc.Reason.INVALID_REQUEST, match="name"):
+    with fails(rpc.Reason.INVALID_REQUEST):
         client.open(0, job_spec(name="train.rank-0"))
     client.open(0, job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE))
 
@@ -408,51 +429,8 @@ def test_unknown_lease_is_named_in_every_call(client: Client) -> None:
     for call in calls:
         with fails(rpc.Reason.LEASE_EXPIRED):
             call()
-    with fails(rpc.Reason.UNKNOWN_SERVER, match="'no'"):
+    with fails(rpc.Reason.UNKNOWN_SERVER):
         client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="no"))
-
-
-def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Client) -> None:
-    job_id, leases = open_pair(client)
-    with fails(rpc.Reason.INVALID_REQUEST, match="of rank 1 came with the lease of rank 0"):
-        client.submit(job_id, leases[0], rank_manifest(0, 1))
-    with fails(rpc.Reason.INVALID_REQUEST, match="has 1 nano-batches"):
-        client.submit(job_id, leases[0], RankManifest.from_lengths(0, 0, [[5]]))
-    malformed = plan_pb2.RankManifest(n_nano_batches=2, nano_batch=b"123")
-    with fails(rpc.Reason.INVALID_REQUEST, match="nano_batch has 3 bytes"):
-        client.jobs.SubmitManifest(
-            jobs_pb2.SubmitManifestRequest(
-                job_id=job_id, rank_lease_id=leases[0], manifest=malformed
-            )
-        )
-    client.submit(job_id, leases[0], rank_manifest(0, 0))
-    client.submit(job_id, leases[0], rank_manifest(0, 0))
-    with fails(rpc.Reason.INVALID_REQUEST, match="another manifest for step 0"):
-        client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
-
-
-def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> None:
-    server_lease = client.register("s0")
-    job_id, leases = open_pair(client)
-    watcher = client.watch_rank(job_id, leases[0])
-    watcher.next("job_opened")
-    submit_pair(client, job_id, leases, 0)
-    watcher.next("step_planned")
-    with fails(rpc.Reason.INVALID_REQUEST, match="rank 1 came with the lease of rank 0"):
-        client.report_rank(job_id, leases[0], 0, 1)
-    with fails(rpc.Reason.INVALID_REQUEST, match="'s9' came with the lease of server s0"):
-        client.report_server(job_id, server_lease, 0, "s9")
-    with fails(rpc.Reason.INVALID_REQUEST, match="measurement is missing"):
-        client.jobs.ReportStep(
-            jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=leases[0])
-        )
-    with fails(rpc.Reason.UNKNOWN_STEP, match="now: 0 to 0"):
-        client.report_rank(job_id, leases[0], 5, 0)
-    short = jobs_pb2.ServerMeasurement(server_id="s0", forward_busy_seconds=[1.0])
-    with fails(rpc.Reason.INVALID_REQUEST, match="the job has 2 nano-batches"):
-        client.jobs.ReportStep(
-            jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=server_lease, server=short)
-        )
 
 
 def test_health_says_serving_for_every_service(client: Client) -> None:
@@ -528,5 +506,5 @@ def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
     address = server_description("located.rank-1").data_address
     assert locate(1) == {1: ("located.rank-1", address)}
     assert locate() == {}
-    with fails(rpc.Reason.INVALID_REQUEST, match=r"rank 2 was asked for; .* has 2 ranks"):
+    with fails(rpc.Reason.INVALID_REQUEST):
         locate(2)

@@ -25,8 +25,7 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
-from core_attention.schedule import Schedule
-from core_attention.schedule_orders import SCHEDULES, gpipe
+from core_attention.schedule_orders import SCHEDULES
 from distca.contract.rpc_errors import Reason
 from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement
 from tests.support.errors import fails
@@ -136,36 +135,20 @@ def test_step_is_ready_when_all_ranks_have_handed_in_their_manifests(job: Job) -
     assert job.pending_steps == {}
 
 
-def test_steps_are_decided_in_step_order(job: Job) -> None:
-    for step in (3, 1, 2):
-        submit(job, 0, step)
-    for step in (2, 3, 1):
-        submit(job, 1, step)
-    assert [outcome.step for outcome in job.take_decided()] == [1, 2, 3]
-
-
-def test_repeated_submission_changes_nothing_before_and_after_planning(job: Job) -> None:
-    submit(job, 0, 0)
-    submit(job, 0, 0)
-    submit(job, 1, 0)
-    assert len(job.take_decided()) == 1
-    submit(job, 0, 0)
-    job.planned(planned(0))
-    submit(job, 1, 0)
+def test_a_repeated_submission_changes_nothing_and_one_that_differs_is_refused(job: Job) -> None:
+    """Before a step is planned, while it is, and afterwards."""
+    for is_decided in (False, True, True):
+        submit(job, 0, 0)
+        submit(job, 0, 0)
+        with pytest.raises(InvalidRequestError):
+            submit(job, 0, 0, forward_only=True)
+        if not is_decided:
+            submit(job, 1, 0)
+            assert len(job.take_decided()) == 1
+        elif job.planned_step is None:
+            job.planned(planned(0))
     assert job.take_decided() == []
     assert job.pending_steps == {}
-
-
-def test_submission_that_differs_from_the_first_is_refused_before_and_after_planning(
-    job: Job,
-) -> None:
-    submit(job, 0, 0)
-    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
-        submit(job, 0, 0, forward_only=True)
-    submit(job, 1, 0)
-    job.take_decided()
-    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
-        submit(job, 0, 0, forward_only=True)
 
 
 def test_failed_step_may_be_submitted_again_and_differently(job: Job) -> None:
@@ -185,14 +168,13 @@ def test_disagreement_on_forward_only_fails_the_step(job: Job) -> None:
     submit(job, 1, 0, forward_only=True)
     (failed,) = job.take_decided()
     assert isinstance(failed, FailedStep)
-    assert "ranks [1] say that step 0 is forward only" in failed.error
     assert job.pending_steps == {}
 
 
 def test_pending_steps_are_bounded_and_room_comes_back(job: Job) -> None:
     for step in range(4):
         submit(job, 0, step)
-    with fails(Reason.BACKLOG, match=r"4 steps .* the first, 0, for ranks \[1\]"):
+    with fails(Reason.BACKLOG):
         submit(job, 0, 4)
     submit(job, 1, 0)
     job.take_decided()
@@ -203,15 +185,11 @@ def test_leaving_rank_fails_the_steps_that_miss_it_and_those_that_come(job: Job)
     submit(job, 1, 5)
     assert job.leave("L0", error="", now=0.0) == 0
     assert job.closed is None
+    submit(job, 1, 7)
     submit(job, 1, 6)
-    assert [outcome.step for outcome in job.take_decided()] == [5, 6]
+    assert [outcome.step for outcome in job.take_decided()] == [5, 6, 7]
     assert job.leave("L1", error="", now=0.0) == 1
     assert job.closed == ""
-
-
-def test_leaving_with_an_error_closes_the_job_with_the_rank_named(job: Job) -> None:
-    job.leave("L1", error="no memory", now=0.0)
-    assert job.closed == "rank 1 failed: no memory"
 
 
 def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -> None:
@@ -225,7 +203,7 @@ def test_rank_leases_run_out_one_by_one(job: Job) -> None:
     job.leases.renew("L1", now=8.0)
     assert job.leases.gone(Patience(), now=10.0) == []
     assert [lease.rank for lease in job.leases.gone(Patience(), now=10.1)] == [0]
-    with fails(Reason.LEASE_EXPIRED, match="the lease that came"):
+    with fails(Reason.LEASE_EXPIRED):
         job.leases.renew("L0", now=10.1)
     with fails(Reason.LEASE_EXPIRED):
         submit(job, 0, 0, now=10.1)
@@ -239,13 +217,6 @@ def gone(job: Job, patience: Patience, now: float) -> list[int]:
     return [lease.rank for lease in job.leases.gone(patience, now=now)]
 
 
-def test_rank_whose_stream_broke_is_waited_for_less_long_than_its_lease(job: Job) -> None:
-    job.leases.stream_broken(1, now=1.0)
-    assert gone(job, BROKEN, 5.0) == []
-    assert gone(job, BROKEN, 5.1) == [1]
-    assert gone(job, Patience(), 5.1) == []
-
-
 @pytest.mark.parametrize("sign", ["renewal", "stream"])
 def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> None:
     job.leases.stream_broken(1, now=1.0)
@@ -257,15 +228,18 @@ def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("told_at", "dead_after"), [(0.9, 1.0), (1.5, 1.0), (-9.0, 4.0)], ids=["just", "late", "old"]
+    ("told_at", "dead_after"),
+    [(0.9, 1.0), (1.5, 1.0), (-9.0, 4.0), (None, 4.0)],
+    ids=["just", "late", "old", "never"],
 )
-def test_rank_that_servers_lost_too_is_waited_for_even_less(
-    job: Job, told_at: float, dead_after: float
+def test_rank_whose_stream_broke_is_waited_for_less_long_and_less_if_servers_lost_it_too(
+    job: Job, told_at: float | None, dead_after: float
 ) -> None:
     job.leases.stream_broken(1, now=1.0)
-    patience = replace(BROKEN, lost={1: told_at, 0: told_at})
+    patience = BROKEN if told_at is None else replace(BROKEN, lost={1: told_at, 0: told_at})
     assert gone(job, patience, 1.0 + dead_after) == []
-    # Rank 0 has its stream: whatever servers say, it lives.
+    # Rank 0 has its stream: whatever servers say, it lives. Nor does anybody without patience.
+    assert gone(job, Patience(), 1.1 + dead_after) == []
     assert gone(job, patience, 1.1 + dead_after) == [1]
 
 
@@ -273,10 +247,10 @@ def test_rank_joins_once(job: Job) -> None:
     job.leases.watched_by(0)
     with fails(Reason.ALREADY_EXISTS):
         job.join(0, host="x", lease_id="X", now=1.0)
-    with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
+    with pytest.raises(InvalidRequestError):
         job.join(2, host="x", lease_id="X", now=1.0)
     job.leave("L0", error="", now=1.0)
-    with fails(Reason.ALREADY_EXISTS, match="rank 0 has left"):
+    with fails(Reason.ALREADY_EXISTS):
         job.join(0, host="x", lease_id="X", now=1.0)
 
 
@@ -285,7 +259,7 @@ def test_recent_steps_are_kept_and_old_ones_may_even_be_submitted_anew(job: Job)
         plan_next(job, step)
     assert job.planned_step == 64
     assert job.step(1).step == 1
-    with fails(Reason.UNKNOWN_STEP, match="now: 1 to 64"):
+    with fails(Reason.UNKNOWN_STEP):
         job.step(0)
     plan_next(job, 0)
 
@@ -310,16 +284,6 @@ def test_server_without_a_task_is_not_needed(job: Job) -> None:
     job.planned(planned(0, tuple("abcdefghi")))
     assert job.step_served_by("g") == 0
     assert job.step_served_by("h") is None
-
-
-def test_measurements_are_refused_unless_they_fit(job: Job) -> None:
-    plan_next(job, 0)
-    with pytest.raises(InvalidRequestError, match="rank 1 came with the lease of rank 0"):
-        job.report_rank("L0", 0, rank_measurement(1), now=0.0)
-    with fails(Reason.UNKNOWN_STEP):
-        job.report_rank("L0", 1, rank_measurement(0), now=0.0)
-    with pytest.raises(InvalidRequestError, match=r"\[3\] busy seconds"):
-        job.report_server(0, server_measurement("a", 1.0, 1.0, 1.0))
 
 
 def test_measured_imbalance_is_the_worst_nano_batch_and_needs_all_servers(job: Job) -> None:
@@ -427,66 +391,34 @@ def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) 
         jobs.close(job, f"reason {index}" if index else "")
     with fails(Reason.UNKNOWN_JOB, match="job j1 is closed: reason 1"):
         jobs.get("j1")
-    with fails(Reason.UNKNOWN_JOB, match="there is no job 'j0'"):
+    with fails(Reason.UNKNOWN_JOB):
         jobs.get("j0")
     assert jobs.open_jobs() == []
 
 
-def test_finished_job_says_so(jobs: Jobs, job: Job) -> None:
-    jobs.close(job, "")
-    with fails(Reason.UNKNOWN_JOB, match="every rank has finished"):
-        jobs.get("train-1")
-
-
 @pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"name": "a/b"}, "name is 'a/b'"),
-        ({"n_ranks": 0}, "n_ranks is 0"),
-        ({"n_layers": 4097}, "n_layers is 4097"),
-        ({"n_nano_batches": 257}, "n_nano_batches is 257; valid are 1 to 256"),
-    ],
+    "changes", [{"name": "a/b"}, {"n_ranks": 0}, {"n_layers": 4097}, {"n_nano_batches": 257}]
 )
-def test_impossible_spec_is_refused(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(InvalidRequestError, match=match):
+def test_impossible_spec_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
         spec(**changes)
 
 
 def test_options_of_zero_tokens_are_the_defaults() -> None:
     options = planning_options(tolerance=0.0, min_forward_tokens=0, min_backward_tokens=7)
     assert options == PlanningOptions(tolerance=0.0, min_backward_tokens=7)
-    with pytest.raises(InvalidRequestError, match="tolerance"):
+    with pytest.raises(InvalidRequestError):
         planning_options(tolerance=math.inf, min_forward_tokens=0, min_backward_tokens=0)
 
 
-def test_differences_name_each_field_once() -> None:
-    assert spec().differences(spec()) == ""
-    assert spec().differences(spec(n_ranks=3)) == "n_ranks 3 instead of 2"
-
-
-def test_differences_of_pipelines_are_told_apart() -> None:
-    pipelining = Pipelining(
-        schedule=SCHEDULES["1f1b"](2, 2),
-        pipeline_ranks=[0, 1],
-        layers=[4, 4],
-        forward_seconds=[1e-6, 1e-6],
-        backward_seconds=[2e-6, 2e-6],
-    )
-    own = spec(pipelining=pipelining)
-
-    def differences(**changes: Any) -> str:
-        return own.differences(spec(pipelining=replace(pipelining, **changes)))
-
-    assert differences(forward_seconds=[1e-6, 3e-6]) == (
-        "pipelining: forward_seconds [1e-06, 3e-06] instead of [1e-06, 1e-06]"
-    )
-    assert differences(schedule=SCHEDULES["1f1b"](2, 1)).startswith(
-        "pipelining: schedule 1f1b of 2 stages on 2 ranks and 1 microbatches instead of 1f1b of 2 "
-    )
-    slots = gpipe(2, 2).slots
-    assert differences(schedule=Schedule("1f1b", slots)) == (
-        "pipelining: schedule 1f1b with 1F1 instead of 1B0 in slot 2 of rank 1"
-    )
+def test_differences_name_a_field_of_the_spec_or_of_its_pipelines() -> None:
+    stages = two_stages(0, 1)
+    own, others = spec(pipelining=stages), spec(pipelining=two_stages(0, 1, schedule="same-phase"))
+    assert own.differences(own) == ""
+    assert spec().differences(spec(n_layers=9)).startswith("n_layers ")
+    assert own.differences(others).startswith("pipelining: schedule ")
+    slower = replace(stages, forward_seconds=[1e-6, 3e-6])
+    assert own.differences(spec(pipelining=slower)).startswith("pipelining: forward_seconds ")
 
 
 def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
@@ -547,65 +479,46 @@ def tensor_parallel(jobs: Jobs) -> Job:
     return job
 
 
-def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_parallel: Job) -> None:
-    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
-        for rank, length in enumerate(lengths):
-            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
-            tensor_parallel.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
-        (decided,) = tensor_parallel.take_decided()
-        return decided
-
-    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
-    assert hand_in(1, 3, 3, 5, 6) == FailedStep(
-        1,
-        "ranks 2 and 3 are of one tensor-parallel group, [2, 3], and hold different documents: "
-        "rank 2 segments of lengths [5, 2, 4], rank 3 segments of lengths [6, 2, 4]; give all "
-        "ranks of a group the same batches",
+def two_stages(*pipeline_ranks: int, schedule: str = "1f1b") -> Pipelining:
+    return Pipelining(
+        schedule=SCHEDULES[schedule](2, 2),
+        pipeline_ranks=pipeline_ranks,
+        layers=(4, 4),
+        forward_seconds=(1e-6, 1e-6),
+        backward_seconds=(2e-6, 2e-6),
     )
-    assert isinstance(hand_in(1, 3, 3, 5, 5), ReadyStep), "it may be submitted again"
+
+
+def is_planned(job: Job, step: int, *lengths: int) -> bool:
+    """Whether a step can be planned whose ranks hold a document of one of ``lengths`` each."""
+    for rank, length in enumerate(lengths):
+        manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
+        job.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+    (decided,) = job.take_decided()
+    return isinstance(decided, ReadyStep)
+
+
+def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_parallel: Job) -> None:
+    assert is_planned(tensor_parallel, 0, 3, 3, 5, 5)
+    assert not is_planned(tensor_parallel, 1, 3, 3, 5, 6)
+    assert is_planned(tensor_parallel, 1, 3, 3, 5, 5), "it may be submitted again"
 
 
 def test_ranks_of_a_pipeline_hold_the_same_documents(jobs: Jobs) -> None:
     """Two replicas of two stages; which ranks are of one replica is not known."""
-    stages = Pipelining(
-        schedule=SCHEDULES["1f1b"](2, 2),
-        pipeline_ranks=(0, 1, 0, 1),
-        layers=(4, 4),
-        forward_seconds=(1e-6, 1e-6),
-        backward_seconds=(2e-6, 2e-6),
-    )
+    stages = two_stages(0, 1, 0, 1)
     job = jobs.create(spec(name="pp", n_ranks=4, pipelining=stages), job_id="pp-1", key=b"t")
     for rank in range(4):
         job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
-
-    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
-        for rank, length in enumerate(lengths):
-            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
-            job.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
-        (decided,) = job.take_decided()
-        return decided
-
-    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
-    assert isinstance(hand_in(1, 3, 5, 5, 3), ReadyStep)
-    assert isinstance(hand_in(2, 3, 3, 3, 3), ReadyStep)
+    for step, lengths in enumerate(((3, 3, 5, 5), (3, 5, 5, 3), (3, 3, 3, 3))):
+        assert is_planned(job, step, *lengths)
     for lengths in ((3, 3, 5, 6), (3, 3, 5, 3)):
-        assert hand_in(3, *lengths) == FailedStep(
-            3,
-            "rank 3, rank 1 of its pipeline, holds other documents than ranks [0, 2], which have "
-            f"the first stages: rank 3 segments of lengths [{lengths[3]}, 2, 4], rank 2 segments "
-            "of lengths [5, 2, 4]; submit the same nano-batches on all ranks of a pipeline",
-        )
+        assert not is_planned(job, 3, *lengths)
 
 
 def test_tokens_that_several_ranks_hold_count_once(jobs: Jobs, tensor_parallel: Job) -> None:
     """Two replicas of two ranks; then of two stages, each of two tensor-parallel ranks."""
-    stages = Pipelining(
-        schedule=SCHEDULES["1f1b"](2, 2),
-        pipeline_ranks=(0, 0, 1, 1) * 2,
-        layers=(4, 4),
-        forward_seconds=(1e-6, 1e-6),
-        backward_seconds=(2e-6, 2e-6),
-    )
+    stages = two_stages(*(0, 0, 1, 1) * 2)
     both = jobs.create(spec(name="4d", n_ranks=8, pipelining=stages), job_id="4d-1", key=b"t")
     for rank in range(8):
         group = (rank // 2 * 2, rank // 2 * 2 + 1)
@@ -621,12 +534,12 @@ def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
     job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
     job.join(0, host="h", lease_id="L0", now=0.0, group=(0, 1))
     for rank, group in ((1, ()), (1, (1, 0)), (2, (2, 1)), (3, (0, 3))):
-        with fails(Reason.SPEC_MISMATCH, match=rf"rank {rank} gives tensor_parallel_ranks="):
+        with fails(Reason.SPEC_MISMATCH):
             job.join(rank, host="h", lease_id="L", now=0.0, group=group)
     job.join(1, host="h", lease_id="L1", now=0.0, group=(0, 1))
     job.come_back(1, host="h", lease_id="M1", now=1.0, group=(0, 1))
     job.join(2, host="h", lease_id="L2", now=0.0)
-    with fails(Reason.SPEC_MISMATCH, match="rank 2 is in the group \\[\\]"):
+    with fails(Reason.SPEC_MISMATCH):
         job.join(3, host="h", lease_id="L3", now=0.0, group=(2, 3))
 
 
@@ -640,7 +553,6 @@ def test_steps_fail_while_a_refused_rank_is_missing(jobs: Jobs) -> None:
     job.refused(2, "rank 2 has 5 layers")
     (failed,) = job.take_decided()
     assert isinstance(failed, FailedStep)
-    assert failed.error.endswith("one was refused: rank 2 has 5 layers")
     job.join(2, host="h", lease_id="L2", now=0.0)
     for rank in (0, 1):
         submit(job, rank, 1)
@@ -651,16 +563,8 @@ def test_steps_fail_while_a_refused_rank_is_missing(jobs: Jobs) -> None:
 def test_a_group_that_cannot_be_is_refused(group: tuple[int, ...]) -> None:
     check_group(0, (), 4)
     check_group(0, (1, 0), 4)
-    with pytest.raises(InvalidRequestError, match="tensor_parallel_ranks of rank 0 is"):
+    with pytest.raises(InvalidRequestError):
         check_group(0, group, 4)
-
-
-def finished(job: Job, step: int) -> StepRecord:
-    record = plan_next(job, step)
-    for rank in (0, 1):
-        job.report_rank(f"L{rank}", step, rank_measurement(rank), now=0.0)
-    assert job.take_finished() == step
-    return record
 
 
 def test_finished_steps_are_forgotten_for_new_ones_and_unfinished_are_not() -> None:
@@ -675,7 +579,10 @@ def test_finished_steps_are_forgotten_for_new_ones_and_unfinished_are_not() -> N
     for rank in (0, 1):
         job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
     for step in range(2):
-        finished(job, step)
+        plan_next(job, step)
+        for rank in (0, 1):
+            job.report_rank(f"L{rank}", step, rank_measurement(rank), now=0.0)
+        assert job.take_finished() == step
     for step in (2, 3):
         plan_next(job, step)
     assert jobs.manifest_bytes("a") == 4 * of_a_step

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from control_plane.errors import InvalidRequestError
-from control_plane.jobs.membership import InPlace, Membership, ServerDescription, checked_load
+from control_plane.jobs.membership import (
+    InPlace,
+    Member,
+    Membership,
+    ServerDescription,
+    checked_load,
+)
 from distca.contract.rpc_errors import Reason
 from distca.v1.membership_pb2 import ServerLoad
 from tests.support.errors import fails
@@ -39,33 +45,6 @@ def membership() -> Membership:
     return Membership(lease_seconds=LEASE_SECONDS)
 
 
-def test_lease_runs_as_long_as_heartbeats_come(membership: Membership) -> None:
-    membership.register(description("a"), lease_id="A", now=0.0)
-    for now in (10.0, 20.0, 30.0):
-        assert membership.expire(now=now) == []
-        assert membership.heartbeat("A", LOAD, now=now).load == LOAD
-    assert membership.expire(now=40.0) == []
-    assert [member.server_id for member in membership.expire(now=40.1)] == ["a"]
-    assert membership.members() == []
-
-
-def test_expired_lease_cannot_be_renewed_even_before_it_is_swept(membership: Membership) -> None:
-    membership.register(description("a"), lease_id="A", now=0.0)
-    with fails(Reason.FENCED, match=r"server a sent no heartbeat for 10 s"):
-        membership.heartbeat("A", LOAD, now=10.1)
-    with fails(Reason.FENCED):
-        membership.deregister("A", now=10.1)
-
-
-def test_id_is_free_again_after_leaving(membership: Membership) -> None:
-    first = membership.register(description("a"), lease_id="A", now=0.0)
-    with fails(Reason.ALREADY_EXISTS):
-        membership.register(description("a"), lease_id="A2", now=10.0)
-    assert membership.deregister("A", now=10.0) is first
-    assert not membership.is_live(first)
-    assert membership.is_live(membership.register(description("a"), lease_id="A3", now=10.0))
-
-
 def test_draining_server_keeps_its_lease_and_gets_no_new_work(membership: Membership) -> None:
     for server_id in ("b", "a"):
         membership.register(description(server_id), lease_id=server_id.upper(), now=0.0)
@@ -73,7 +52,7 @@ def test_draining_server_keeps_its_lease_and_gets_no_new_work(membership: Member
     assert [m.server_id for m in membership.pool()] == ["b"]
     assert [m.server_id for m in membership.members()] == ["a", "b"]
     assert membership.heartbeat("A", LOAD, now=1.0).draining
-    with fails(Reason.UNKNOWN_SERVER, match="'c'"):
+    with fails(Reason.UNKNOWN_SERVER):
         membership.drain("c")
 
 
@@ -87,23 +66,13 @@ def test_in_place_server_comes_and_goes_with_its_rank(membership: Membership) ->
     assert [m.server_id for m in membership.in_place_of("job")] == ["s1", "s0"]
     # Its lease is its rank's, which has a state machine of its own.
     assert membership.expire(now=1e6) == []
-    with pytest.raises(InvalidRequestError, match="leaves when the rank closes the job"):
+    with pytest.raises(InvalidRequestError):
         membership.deregister("L0", now=1.0)
     with fails(Reason.ALREADY_EXISTS):
         membership.register(description("s0"), lease_id="X", now=1e6)
     assert [m.server_id for m in membership.remove_in_place("job", 0)] == ["s1"]
     assert [m.server_id for m in membership.remove_in_place("job")] == ["s0"]
     assert [m.server_id for m in membership.members()] == ["other"]
-
-
-def test_refused_calls_change_nothing(membership: Membership) -> None:
-    member = membership.register(description("a"), lease_id="A", now=0.0)
-    with fails(Reason.ALREADY_EXISTS):
-        membership.register(description("a"), lease_id="B", now=1.0)
-    with fails(Reason.LEASE_EXPIRED):
-        membership.heartbeat("B", LOAD, now=1.0)
-    assert membership.members() == [member]
-    assert member.renewed_at == 0.0
 
 
 def test_ranks_that_are_held_up_are_told_of_with_their_call(membership: Membership) -> None:
@@ -163,23 +132,25 @@ class MembershipMachine(RuleBasedStateMachine):
     def renew_or_leave(self, server_id: str, leave: bool) -> None:
         lease = self.model.get(server_id, ("none", 0.0))[0]
 
-        def act() -> None:
+        def act() -> Member:
             if leave:
-                self.membership.deregister(lease, now=self.now)
-            else:
-                self.membership.heartbeat(lease, LOAD, now=self.now)
+                return self.membership.deregister(lease, now=self.now)
+            return self.membership.heartbeat(lease, LOAD, now=self.now)
 
         if not self.lives(server_id):
-            with fails(Reason.LEASE_EXPIRED, Reason.FENCED):
+            # An expired lease is over before it is swept.
+            with fails(Reason.FENCED if server_id in self.model else Reason.LEASE_EXPIRED):
                 act()
             return
-        act()
+        member = act()
+        assert (member.server_id, self.membership.is_live(member)) == (server_id, not leave)
         if leave:
             del self.model[server_id]
         else:
+            assert member.load == LOAD
             self.model[server_id] = (lease, self.now)
 
-    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0]))
+    @rule(seconds=st.sampled_from([0.125, 5.0, 10.0, 11.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
