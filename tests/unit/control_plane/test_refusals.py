@@ -40,9 +40,8 @@ def test_all_are_counted_and_the_first_is_logged(
     for _ in range(5):
         kit.refuse()
     assert kit.count("Jobs/OpenJob", "wrong-role") == 5
-    assert caplog.messages == [
-        "Jobs/OpenJob refused to spiffe://distca/trainer/a (wrong-role): not yours"
-    ]
+    (logged,) = caplog.messages
+    assert "spiffe://distca/trainer/a (wrong-role): not yours" in logged
 
 
 def test_the_end_is_logged_once(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,9 +51,8 @@ def test_the_end_is_logged_once(kit: Kit, caplog: pytest.LogCaptureFixture) -> N
     kit.now = QUIET_SECONDS + 1
     kit.refusals.sweep()
     kit.refusals.sweep()
-    assert caplog.messages[1:] == [
-        "Jobs/OpenJob: no more refused (wrong-role) from spiffe://distca/trainer/a; 2 were"
-    ]
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("from spiffe://distca/trainer/a; 2 were")
     kit.refuse()
     assert len(caplog.messages) == 3
 

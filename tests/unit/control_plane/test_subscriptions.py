@@ -26,7 +26,7 @@ def test_a_stream_that_was_replaced_keeps_no_events() -> None:
 def test_a_member_has_so_many_streams_until_one_has_ended() -> None:
     subscriptions: Subscriptions[str] = Subscriptions(limit=8)
     opened = [subscriptions.open("rank", []) for _ in range(MAX_STREAMS_OF_MEMBER)]
-    with fails(Reason.BACKLOG, match="16 streams of the same lease"):
+    with fails(Reason.BACKLOG):
         subscriptions.open("rank", [])
     subscriptions.open("another", [])
     assert not opened[-1].ended

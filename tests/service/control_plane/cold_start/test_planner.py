@@ -157,25 +157,20 @@ def test_a_compiler_that_dies_is_tried_again(
     machine.planner.start()
     machine.settle(PlannerState.COMPILED)
     assert machine.n_failures == 1
-    assert "was killed by signal 9 (attempt 1 of 3)" in caplog.text
+    assert "killed by signal 9" in caplog.text
 
 
+@pytest.mark.parametrize("end", ["exited with code 1: no space", ""])
 def test_after_some_attempts_it_stays_uncompiled_and_says_so_once(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+    machine: Machine, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
-    machine.compiles = lambda: "exited with code 1: OSError: [Errno 28] No space left on device"
+    """Also of a compiler that ends well and leaves nothing."""
+    machine.compiles = lambda: end
     machine.planner.start()
     machine.settle(PlannerState.UNCOMPILED)
     assert machine.n_failures == ATTEMPTS
     assert sum("stays uncompiled" in message for message in caplog.messages) == 1
-    assert "No space left on device" in caplog.text
-
-
-def test_a_compiler_that_leaves_nothing_has_failed(machine: Machine) -> None:
-    machine.compiles = lambda: ""
-    machine.planner.start()
-    machine.settle(PlannerState.UNCOMPILED)
-    assert machine.n_failures == ATTEMPTS
+    assert end in caplog.text
 
 
 def test_without_any_folder_it_compiles_here(
@@ -188,16 +183,6 @@ def test_without_any_folder_it_compiles_here(
     machine.settle(PlannerState.COMPILED)
     assert len(prepared) == 1
     assert "no folder can keep machine code" in caplog.text
-
-
-def test_a_temporary_folder_is_said_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compiled, "temporary_cache", lambda: "/cache is read-only")
-    machine.planner.start()
-    machine.settle(PlannerState.COMPILED)
-    assert sum("/cache is read-only" in message for message in caplog.messages) == 1
-    assert "NUMBA_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize("ends", ["compiled", "closed"])

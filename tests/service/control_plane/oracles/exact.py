@@ -17,13 +17,11 @@ from scipy.sparse import coo_matrix
 
 from control_plane.planner import balanced
 from control_plane.planner.forecast import row_bytes
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
-from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PlanServer
-from core_attention.shape import AttentionShape
+from tests.support.planning_cases import SHAPE, in_place, uniform_profile
 
 GRID_TOKENS = 128
 LIMIT_SECONDS = 60.0
@@ -176,7 +174,6 @@ class SmallStep:
         return np.repeat(np.arange(len(counts)), counts)
 
 
-SHAPE = AttentionShape(num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16")
 SECONDS_PER_PAIR = 1e-9
 
 
@@ -191,7 +188,8 @@ def gap_to_optimum(step: SmallStep, tolerance: float) -> float | None:
     options = PlanningOptions(
         tolerance=tolerance, min_forward_tokens=GRID_TOKENS, finest_cut_tokens=GRID_TOKENS
     )
-    plan = balanced.plan(Manifest.merge(ranks, n), uniform_servers(n), SHAPE, options)
+    servers = in_place(n, profile=uniform_profile(SECONDS_PER_PAIR))
+    plan = balanced.plan(Manifest.merge(ranks, n), servers, SHAPE, options)
     forecast = plan.forward_forecast
     assert forecast is not None
     moved = float(forecast.bytes_in.sum() + forecast.bytes_out.sum())
@@ -210,23 +208,3 @@ def gap_to_optimum(step: SmallStep, tolerance: float) -> float | None:
         at_most_bytes=moved * (1 + 1e-9),
     )
     return moved / exact.moved_bytes if exact.proven else None
-
-
-def uniform_servers(n: int) -> list[PlanningServer]:
-    """In-place servers whose seconds are proportional to query-key pairs, as the model's are."""
-    grid = np.array([1, 2**31])
-    q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
-    seconds = (kv * (kv + 1) - (kv - q) * (kv - q + 1)) / 2 * SECONDS_PER_PAIR
-    profile = CostProfile(
-        device="ideal",
-        kernel="ideal",
-        shape=SHAPE,
-        q_tokens=grid,
-        kv_tokens=grid,
-        forward_seconds=seconds,
-        backward_seconds=seconds,
-    )
-    return [
-        PlanningServer(server=PlanServer(f"rank-{i}", i, ""), host=f"host-{i}", profile=profile)
-        for i in range(n)
-    ]
