@@ -128,13 +128,8 @@ server.load_or_measure = measure_when_told
 
 
 def wait_for_measurement(team: Team) -> jobs_pb2.ServerMeasurement:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        step = team.sessions[0].fetch_step(0)
-        if step.servers:
-            return step.servers[0]
-        time.sleep(0.05)
-    raise AssertionError("the node reported nothing")
+    eventually(lambda: bool(team.sessions[0].fetch_step(0).servers))
+    return team.sessions[0].fetch_step(0).servers[0]
 
 
 def server_ids(running: Cluster) -> set[str]:
@@ -175,16 +170,17 @@ def alone_with_a_planned_step(alone: Cluster) -> Team:
     team = Team(alone, 1, NODE_SHAPE, placement="pool")
     team.run([MANIFEST])
     team.submit([MANIFEST])
-    deadline = time.monotonic() + EXIT_SECONDS
-    while True:
+
+    def is_planned() -> bool:
         try:
             team.sessions[0].fetch_step(1)
-            break
         except rpc.RpcError as error:
-            if error.reason is not rpc.Reason.UNKNOWN_STEP:
-                raise
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+            if error.reason is rpc.Reason.UNKNOWN_STEP:
+                return False
+            raise
+        return True
+
+    eventually(is_planned, EXIT_SECONDS)
     alone.control_plane.kill()
     return team
 

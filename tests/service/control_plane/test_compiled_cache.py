@@ -27,21 +27,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_read_only_cache_is_copied(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_read_only_cache_is_copied(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
     # Permissions do not keep root out, so the answer about them is given here.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
     compiled._make_cache_writable.__wrapped__()
-    copy = Path(CONFIG.CACHE_DIR)
-    assert copy != cache
-    assert (copy / "planner" / "code.nbc").read_text() == "machine code"
-
-
-def test_a_writable_cache_is_used_itself(cache: Path) -> None:
-    compiled._make_cache_writable.__wrapped__()
-    assert Path(CONFIG.CACHE_DIR) == cache
-
-
-def test_numba_chooses_where_no_cache_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Path(CONFIG.CACHE_DIR)
+    assert (used == cache) is writable
+    assert (used / "planner" / "code.nbc").read_text() == "machine code"
+    # Where none is set, numba chooses.
     monkeypatch.setattr(CONFIG, "CACHE_DIR", "")
     compiled._make_cache_writable.__wrapped__()
     assert CONFIG.CACHE_DIR == ""

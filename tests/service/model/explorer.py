@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 State = TypeVar("State", bound=Hashable)
 
@@ -39,15 +39,11 @@ class Move(Generic[State]):
     fault: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exploration:
+class Exploration(NamedTuple):
     """How much was explored: all there is, or raised."""
 
     states: int
-    moves: int
-    depth: int
     finished_states: int
-    seconds: float
 
 
 def explore(
@@ -104,13 +100,9 @@ def explore(
         if len(came_from) > max_states:
             raise RuntimeError(f"more than max_states={max_states} states; make the model smaller")
     _check_all_can_finish(came_from, before, finished)
-    return Exploration(
-        states=len(came_from),
-        moves=n_moves,
-        depth=depth,
-        finished_states=len(finished),
-        seconds=time.monotonic() - began,
-    )
+    seconds = time.monotonic() - began
+    print(f"{len(came_from)} states, {n_moves} moves, up to {depth} in a row, {seconds:.1f} s")
+    return Exploration(len(came_from), len(finished))
 
 
 def _check_all_can_finish(

@@ -147,12 +147,7 @@ def _connect_for_itself(self: Any, step: Any) -> list[Any]:
 
 def explored(setting: Setting, max_states: int) -> Exploration:
     model = Model(setting)
-    result = explore(model.first_state(), model.moves, model.is_finished, max_states=max_states)
-    print(
-        f"{result.states} states, {result.moves} moves, up to {result.depth} in a row, "
-        f"{result.seconds:.1f} s"
-    )
-    return result
+    return explore(model.first_state(), model.moves, model.is_finished, max_states=max_states)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)

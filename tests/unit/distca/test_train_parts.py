@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core_attention.ca_task import MaskKind, TaskTable
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.plan import PlanServer
 from distca.apps.report.measurements import StepMeasurements, tick_imbalance
 from distca.apps.train.ranks import (
     check_agreement,
@@ -24,6 +24,7 @@ from distca.apps.train.verify import Verifier, relative_difference
 from distca.contract.codec import plan_to_proto
 from distca.errors import RanksDisagreeError, SettingsError
 from distca.v1 import jobs_pb2
+from tests.support.service_harness import SHAPE, linear_profile, rotating_plan
 
 TINY = ModelSettings(hidden_size=16, layers=1, heads=4, kv_heads=2)
 CPU = torch.device("cpu")
@@ -154,39 +155,16 @@ def test_imbalance_adds_the_slowest_of_every_tick() -> None:
     assert tick_imbalance(np.zeros((2, 2))) == 1.0
 
 
-def planned_step() -> Plan:
-    """Rank 0 holds a document of 8 rows, rank 1 one of 4; server b takes half of the first."""
-    manifest = Manifest.merge(
-        [RankManifest.from_lengths(3, 0, [[8]]), RankManifest.from_lengths(3, 1, [[4]])], 2
-    )
-    tasks = TaskTable(
-        np.array([0, 0, 1]), np.array([0, 4, 0]), np.array([4, 8, 4]), np.array([0, 1, 1])
-    )
-    forecast = PhaseForecast(
-        home_seconds=np.array([[3.0, 1.0]]),
-        seconds=np.array([[2.0, 2.0]]),
-        q_rows=np.array([[4, 8]]),
-        kv_rows=np.array([[4, 12]]),
-        bytes_in=np.zeros((1, 2), dtype=np.int64),
-        bytes_out=np.zeros((1, 2), dtype=np.int64),
-    )
-    return Plan(
-        manifest=manifest,
-        epoch=0,
-        servers=(PlanServer("a", 0, "h:1"), PlanServer("b", None, "h:2")),
-        forward=tasks,
-        backward=tasks,
-        mask=MaskKind.CAUSAL,
-        planner="test",
-        reason="because",
-        forward_forecast=forecast,
-        backward_forecast=forecast,
-    )
-
-
 def step_response(*server_ids: str) -> jobs_pb2.GetStepResponse:
+    """A step of documents of 8 and 4 rows, of which these servers have reported."""
+    manifests = [RankManifest.from_lengths(3, rank, [[8 - 4 * rank]]) for rank in range(2)]
+    servers = [
+        PlanningServer(server=PlanServer(name, None, "h:1"), host="h", profile=linear_profile())
+        for name in "ab"
+    ]
+    plan = rotating_plan(Manifest.merge(manifests, 2), servers, SHAPE, PlanningOptions())
     return jobs_pb2.GetStepResponse(
-        plan=plan_to_proto(planned_step(), "job"),
+        plan=plan_to_proto(plan, "job"),
         plan_seconds=0.5,
         servers=[
             jobs_pb2.ServerMeasurement(
@@ -202,15 +180,15 @@ def test_measurements_are_complete_when_every_server_with_work_has_reported() ->
     found = StepMeasurements.from_proto(step_response("b", "a"))
     assert found.measured_seconds is not None
     assert found.measured_seconds.tolist() == [[1.0, 1.0], [2.0, 2.0]]
-    assert tick_imbalance(found.home_seconds) == 1.5
-    assert (tick_imbalance(found.planned_seconds), found.measured_imbalance) == (1.0, 1.0)
+    assert tick_imbalance(found.home_seconds) == found.measured_imbalance == 1.0
+    assert tick_imbalance(found.planned_seconds) == pytest.approx(4 / 3)
 
 
 def test_detail_is_of_all_layers() -> None:
     detail = StepMeasurements.from_proto(step_response("a", "b")).detail(7, 3, [])
     assert detail.step == 7
-    assert detail.home_seconds == (18.0, 6.0)
-    assert detail.planned_seconds == (12.0, 12.0)
+    assert detail.home_seconds == (6.0, 6.0)
+    assert detail.planned_seconds == (12.0, 6.0)
     assert detail.measured_seconds == (3.0, 3.0)
     assert (detail.documents, detail.longest_document_tokens) == (2, 8)
-    assert detail.reason == "because"
+    assert detail.reason == "segments take turns"

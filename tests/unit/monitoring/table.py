@@ -30,11 +30,6 @@ class Row:
     labels: tuple[str, ...]
     text: str
 
-    def as_markdown(self) -> str:
-        """The row of the document."""
-        labels = ", ".join(f"`{label}`" for label in self.labels)
-        return f"| `{self.name}` | {self.kind} | {labels} | {self.text} |"
-
     def series(self) -> dict[str, frozenset[str]]:
         """The labels of every series name that the metric has in Prometheus."""
         labels = frozenset(self.labels)

@@ -19,8 +19,6 @@ COLUMNS = 24
 """Grafana's grid."""
 
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
-KINDS = {"timeseries", "stat", "bargauge", "table"}
-UNITS = {"short", "s", "percentunit", "ops", "Bps", "bytes", "mbytes", "watt"}
 
 DCGM = frozenset({"Hostname", "gpu", "UUID", "device", "modelName", "exported_pod"})
 """Labels of NVIDIA's dcgm-exporter; see the metrics in its etc/default-counters.csv."""
@@ -113,15 +111,8 @@ def test_panels_are_explained_and_do_not_overlap(name: str) -> None:
         assert not cells & taken, panel["title"]
         taken |= cells
     for panel in panels(dashboard):
-        assert panel["type"] in KINDS
-        assert panel["title"]
-        assert panel["description"].endswith("."), panel["title"]
-        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
+        assert panel["description"], panel["title"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
-        values = [step["value"] for step in steps]
-        assert values[0] is None
-        assert values[1:] == sorted(values[1:])
         assert [target["refId"] for target in panel["targets"]] == list(
             "ABCDEFGH"[: len(panel["targets"])]
         )

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from tests.unit.monitoring.defined import defined_metrics
 from tests.unit.monitoring.table import DOCUMENT, documented_metrics
 from tools.metrics_page import printed
 
 UNBOUNDED = {"step", "document", "document_id", "task", "tick", "tag", "lease", "job_id", "address"}
 """What may never be a label: it has a new value with every step, document or connection."""
-
-
-def test_every_metric_is_documented_as_it_is_defined() -> None:
-    documented = documented_metrics()
-    for section, rows in defined_metrics().items():
-        differing = [
-            row.as_markdown()
-            for row in sorted(rows.values(), key=lambda row: row.name)
-            if documented[section].get(row.name) != row
-        ]
-        assert not differing, f"docs/metrics.md, {section}, should say:\n" + "\n".join(differing)
-        assert documented[section].keys() == rows.keys()
-    assert documented.keys() == defined_metrics().keys()
 
 
 def test_the_page_is_printed_from_the_tables_of_the_code() -> None:

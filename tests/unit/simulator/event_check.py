@@ -8,7 +8,7 @@ ports, and a part starts when its own inputs are there. Small cases only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,32 +21,11 @@ from core_attention.schedule import Action, Kind, Schedule, side_by_side
 from distca.apps.simulator.cluster import ClusterSpec
 from distca.apps.simulator.disaggregated import Method, disaggregated_step, kind_slots
 from distca.apps.simulator.setup import Setup, stage_layers
-from distca.apps.simulator.traffic import (
-    Messages,
-    TickMessages,
-    exchange,
-    message_seconds,
-    port_seconds,
-)
+from distca.apps.simulator.traffic import Messages, exchange, message_seconds, port_seconds
 from tests.unit.simulator.event_engine import Job, run
 
 CHUNK_SECONDS = 2e-4
 """Messages are cut into pieces of this many seconds, so that several peers share a port fairly."""
-
-
-@dataclass(frozen=True, eq=False)
-class RankTimes:
-    """One nano-batch in one layer and phase, rank by rank.
-
-    Attributes:
-        linear_seconds: ``[n_endpoints]``; 0 on pool servers and idle stages.
-        attention_seconds: ``[n_endpoints]``.
-        messages: what travels.
-    """
-
-    linear_seconds: Float64Array
-    attention_seconds: Float64Array
-    messages: TickMessages
 
 
 class _Graph:
@@ -91,46 +70,6 @@ class _Graph:
                 self.jobs.append(Job(seconds / n_chunks, ports, (before,), (float(order), -left)))
                 arriving.setdefault(destination, []).append(len(self.jobs) - 1)
         return arriving
-
-
-def stack_seconds_by_events(
-    nano_batches: tuple[RankTimes, ...], n_layers: int, cluster: ClusterSpec
-) -> float:
-    """Seconds of ``n_layers`` equal layers, by events;
-    :func:`distca.apps.simulator.ping_pong.stack_seconds` has the closed form."""
-    graph = _Graph(cluster)
-    size = len(nano_batches[0].linear_seconds)
-    # What each rank's next linear part of a nano-batch waits for.
-    inputs: list[dict[int, list[int]]] = [{} for _ in nano_batches]
-    order = 0
-    for _ in range(n_layers):
-        linear: list[dict[int, int]] = []
-        requested: list[dict[int, list[int]]] = []
-        for k, times in enumerate(nano_batches):
-            linear.append(
-                {
-                    rank: graph.compute(
-                        rank, float(times.linear_seconds[rank]), inputs[k].get(rank, []), order
-                    )
-                    for rank in range(size)
-                }
-            )
-            requested.append(graph.transfer(times.messages.request, linear[k], order))
-            order += 1
-        for k, times in enumerate(nano_batches):
-            attention = {
-                server: graph.compute(
-                    server,
-                    float(times.attention_seconds[server]),
-                    [*requested[k].get(server, []), linear[k][server]],
-                    order,
-                )
-                for server in range(size)
-            }
-            replies = graph.transfer(times.messages.reply, attention, order)
-            inputs[k] = {rank: [*replies.get(rank, []), attention[rank]] for rank in range(size)}
-            order += 1
-    return max(run(graph.jobs), default=0.0)
 
 
 def schedule_seconds_by_events(

@@ -18,7 +18,6 @@ from distca.apps.simulator.baselines import (
 )
 from distca.apps.simulator.context_parallel import gather_seconds, sharded_seconds
 from distca.apps.simulator.profile import document_seconds
-from distca.apps.simulator.repacking import repack
 from distca.apps.simulator.setup import Setup
 from tests.unit.simulator.cases import K, documents, flat_profile, h200, setup
 
@@ -62,7 +61,7 @@ def uneven(n_stages: int, n_microbatches: int, seed: int) -> tuple[Setup, Int64A
 
 @pytest.mark.parametrize(("n_stages", "n_microbatches"), STAGES_AND_MICROBATCHES)
 def test_more_freedom_is_never_slower(n_stages: int, n_microbatches: int) -> None:
-    """Re-packing, and context parallelism besides."""
+    """Re-packing, context parallelism besides, and perfect balance."""
     for seed in range(40):
         of, lengths = uneven(n_stages, n_microbatches, seed)
         seconds = [
@@ -70,6 +69,8 @@ def test_more_freedom_is_never_slower(n_stages: int, n_microbatches: int) -> Non
             repacked(of, lengths),
             best_context_parallel(of, lengths),
         ]
+        if n_stages == 1:  # else bubbles depend on the order of microbatches
+            seconds.append(balanced_seconds(of, lengths) * (1 - 1e-9))  # rounding
         assert seconds == sorted(seconds, reverse=True)
 
 
@@ -78,24 +79,6 @@ def test_a_document_that_fits_nowhere_is_cut_evenly() -> None:
     of = setup(3)
     lengths = np.full(4, 12 * K)
     assert repacked(of, lengths) == pytest.approx(balanced_seconds(of, lengths))
-
-
-def test_baselines_never_beat_perfect_balance() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
-    lengths = documents(of)
-    floor = balanced_seconds(of, lengths) * (1 - 1e-9)  # rounding
-    assert plain_packing(of, lengths) >= floor
-    assert repacked(of, lengths) >= floor
-    assert best_context_parallel(of, lengths) >= floor
-
-
-def test_repacking_fills_every_bin_and_keeps_everything() -> None:
-    lengths = np.array([9, 7, 7, 5, 4])
-    seconds = lengths.astype(float) ** 2
-    bins = repack(lengths, seconds, 2 * seconds, linear_seconds_per_token=0.0, n_bins=2)
-    assert bins.tokens.tolist() == [16, 16]
-    assert bins.forward_seconds.sum() == pytest.approx(seconds.sum())
-    assert bins.backward_seconds.sum() == pytest.approx(2 * seconds.sum())
 
 
 def test_context_parallelism_divides_attention_and_pays_for_the_gather() -> None:

@@ -38,14 +38,14 @@ def test_the_total_the_maximum_and_the_seed_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (("wikipedia", 10, 10, 0), "name is 'wikipedia'"),
-        (("prolong", 0, 10, 0), "total_tokens is 0"),
-        (("prolong", 10, 0, 0), "max_length is 0"),
-        (("prolong", 10, 10**23, 0), f"max_length is {10**23}; it must be 1 to {2**63 - 1}"),
+        (("wikipedia", 10, 10, 0), "name"),
+        (("prolong", 0, 10, 0), "total_tokens"),
+        (("prolong", 10, 0, 0), "max_length"),
+        (("prolong", 10, 10**23, 0), "max_length"),
     ],
 )
-def test_bad_input_is_named(arguments: tuple[str, int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_input_is_named(arguments: tuple[str, int, int, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         sample_lengths(*arguments)
