@@ -17,10 +17,9 @@ from attention_node.open_tick import OpenTick
 from attention_node.tick_route import derive_tick_route
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
-from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
+from core_attention.kernels.protocol import BackwardPart, ForwardPart
 from core_attention.manifest import RankManifest
 from core_attention.score_rule import PLAIN, ScoreRule
-from core_attention.shape import AttentionShape
 from tests.support.waiting import eventually
 from tests.unit.attention_node.cases import (
     WAIT_SECONDS,
@@ -31,38 +30,24 @@ from tests.unit.attention_node.cases import (
 )
 
 
-class GatedKernel:
+class GatedKernel(CpuKernel):
     """The CPU kernel behind a gate: calls wait until the test lets them through."""
 
-    name = "gated"
-
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
         self.entered = threading.Event()
         self.error: Exception | None = None
-        self._kernel = CpuKernel()
-
-    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
-        self._kernel.check(shape, rule)
-
-    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
-        self._kernel.warm_up(shape, rule)
 
     def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         self._pass()
-        self._kernel.forward(parts, scale, rule)
+        super().forward(parts, scale, rule)
 
     def backward(
         self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
     ) -> None:
         self._pass()
-        self._kernel.backward(parts, scale, rule)
-
-    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
-        """Nothing to prepare."""
-
-    def synchronize(self) -> None:
-        self._kernel.synchronize()
+        super().backward(parts, scale, rule)
 
     def _pass(self) -> None:
         self.entered.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -56,7 +57,11 @@ def run_parts(tick: OpenTick, ready: list[int], phase: Phase) -> None:
 
 
 def run_tick(
-    route: TickRoute, ranks: list[Rank], order: list[int], phase: Phase, local: int | None = None
+    route: TickRoute,
+    ranks: list[Rank],
+    order: Sequence[int],
+    phase: Phase,
+    local: int | None = None,
 ) -> OpenTick:
     closed: list[OpenTick] = []
     tick = open_tick(route, phase, closed.append)
@@ -92,28 +97,22 @@ def check_replies(
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_any_order_of_arrival_gives_equal_bits(order: tuple[int, ...], phase: Phase) -> None:
-    plan = make_plan(SPANNING, SPANNING_TASKS)
-    route = derive_tick_route(plan, 0, 0, phase, None)
+@pytest.mark.parametrize(
+    ("order", "local"),
+    [
+        *((order, None) for order in permutations(range(3))),
+        *(((0, 1, 2), rank) for rank in range(3)),
+    ],
+)
+def test_any_order_of_arrival_and_tensors_in_place_give_equal_bits(
+    order: tuple[int, ...], local: int | None, phase: Phase
+) -> None:
     results = []
-    for arrival in ([0, 1, 2], list(order)):
-        ranks, _ = make_documents(plan.manifest)
-        run_tick(route, ranks, arrival, phase)
-        results.append([rank.replies[0] for rank in ranks])
-    for first, second in zip(*results, strict=True):
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("local", [None, 0, 1, 2])
-def test_local_tensors_and_messages_give_equal_bits(local: int | None, phase: Phase) -> None:
-    results = []
-    for local_rank in (None, local):
+    for arrival, local_rank in (((0, 1, 2), None), (order, local)):
         plan = make_plan(SPANNING, SPANNING_TASKS, local_rank=local_rank)
         route = derive_tick_route(plan, 0, 0, phase, local_rank)
         ranks, _ = make_documents(plan.manifest)
-        run_tick(route, ranks, [0, 1, 2], phase, local_rank)
+        run_tick(route, ranks, arrival, phase, local_rank)
         results.append([rank.replies[0] for rank in ranks])
     for first, second in zip(*results, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -94,7 +94,6 @@ class Harness(Host):
 
     def __init__(self, kernel: CpuKernel, limit_bytes: int | None = None) -> None:
         self.finished: list[StepBusy] = []
-        self.lost: list[tuple[str, int]] = []
         self.registry = CollectorRegistry()
         self.pool = BufferPool(limit_bytes=limit_bytes)
         self.executor = Executor(kernel, torch.device("cpu"))
@@ -104,9 +103,6 @@ class Harness(Host):
 
     def step_finished(self, busy: StepBusy) -> None:
         self.finished.append(busy)
-
-    def rank_lost(self, job_id: str, rank: int) -> None:
-        self.lost.append((job_id, rank))
 
     def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> Line:
         connection = Line()

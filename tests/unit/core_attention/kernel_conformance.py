@@ -182,6 +182,11 @@ def _concatenate(runs: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(runs))
 
 
+AROUND_A_BLOCK = [1, 2, 127, 128, 129, 1]
+CUTS = [0, 1, 2, 130, 200, 201, 333, 460, 588, 600, 601, 700]
+TINY = [int(n) for n in np.random.default_rng(5).integers(1, 24, 300)]
+
+
 class KernelConformance:
     """What every kernel must do. Subclasses override the fixture and what is said of them."""
 
@@ -285,26 +290,26 @@ class KernelConformance:
         self.run(kernel, [problem])
         self.check(problem, shape)
 
-    def test_accepts_the_causal_mask_and_has_a_name(self, kernel: Kernel) -> None:
-        kernel.check(replace(SHAPE, dtype=self.dtypes[0]))
-        assert kernel.name
-
-    def test_lengths_around_a_block(self, kernel: Kernel, device: torch.device) -> None:
-        lengths = [1, 2, 127, 128, 129, 1]
+    @pytest.mark.parametrize(
+        ("lengths", "tasks"),
+        [
+            pytest.param(AROUND_A_BLOCK, whole(AROUND_A_BLOCK), id="lengths around a block"),
+            pytest.param([700], [Task(0, *each) for each in pairwise(CUTS)], id="many cuts"),
+            pytest.param(
+                [450, 310, 40],
+                [Task(1, 90, 300), Task(0, 449, 450), Task(2, 20, 30), Task(1, 20, 37)],
+                id="from the middle of documents",
+            ),
+            pytest.param([60], [Task(0, at, at + 3) for at in range(0, 60, 3)], id="tiny tasks"),
+            pytest.param(TINY, [Task(d, n // 3, n) for d, n in enumerate(TINY)], id="tiny lengths"),
+        ],
+    )
+    def test_documents_and_tasks(
+        self, kernel: Kernel, device: torch.device, lengths: list[int], tasks: list[Task]
+    ) -> None:
         for dtype in self.dtypes:
             shape = replace(SHAPE, dtype=dtype)
-            self.run_and_check(kernel, device, shape, lengths, whole(lengths))
-
-    def test_a_document_cut_into_many_tasks(self, kernel: Kernel, device: torch.device) -> None:
-        cuts = [0, 1, 2, 130, 200, 201, 333, 460, 588, 600, 601, 700]
-        tasks = [Task(0, begin, end) for begin, end in pairwise(cuts)]
-        for dtype in self.dtypes:
-            self.run_and_check(kernel, device, replace(SHAPE, dtype=dtype), [700], tasks)
-
-    def test_tasks_from_the_middle_of_documents(self, kernel: Kernel, device: torch.device) -> None:
-        tasks = [Task(1, 90, 300), Task(0, 449, 450), Task(2, 20, 30), Task(1, 20, 37)]
-        shape = replace(SHAPE, dtype=self.dtypes[-1])
-        self.run_and_check(kernel, device, shape, [450, 310, 40], tasks)
+            self.run_and_check(kernel, device, shape, lengths, tasks)
 
     def test_tasks_far_apart(self, kernel: Kernel, device: torch.device) -> None:
         """As in-place, where most of a rank's rows may be served elsewhere."""
@@ -313,17 +318,6 @@ class KernelConformance:
         problem = make_problem(shape, [70, 9, 41], tasks, device, scale=self.scale, q_gap=400)
         self.run(kernel, [problem])
         self.check(problem, shape)
-
-    def test_hundreds_of_tiny_documents(self, kernel: Kernel, device: torch.device) -> None:
-        lengths = [int(n) for n in np.random.default_rng(5).integers(1, 24, 300)]
-        tasks = [Task(d, n // 3, n) for d, n in enumerate(lengths)]
-        shape = replace(SHAPE, dtype=self.dtypes[-1], head_dim=32, head_dim_v=32)
-        self.run_and_check(kernel, device, shape, lengths, tasks)
-
-    def test_tiny_tasks_that_share_a_document(self, kernel: Kernel, device: torch.device) -> None:
-        tasks = [Task(0, at, at + 3) for at in range(0, 60, 3)]
-        shape = replace(SHAPE, dtype=self.dtypes[0])
-        self.run_and_check(kernel, device, shape, [60], tasks)
 
     @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1), (16, 4)], ids=str)
     def test_head_groups(
@@ -355,21 +349,8 @@ class KernelConformance:
             self.run_and_check(
                 kernel, device, shape, lengths, [*tasks, Task(5, 0, 3 * window)], rule
             )
-        tiny = [int(n) for n in np.random.default_rng(5).integers(1, 24, 200)]
-        tasks = [Task(d, n // 3, n) for d, n in enumerate(tiny)]
-        self.run_and_check(kernel, device, shape, tiny, tasks, rule)
-
-    def test_an_output_is_never_all_zeros(self, kernel: Kernel, device: torch.device) -> None:
-        """As it is from kernels that are given a window of -1 for none."""
-        for rule in (PLAIN, ScoreRule(window=16)):
-            shape = replace(SHAPE, dtype=self.dtypes[-1])
-            problem = make_problem(shape, [200], whole([200]), device, scale=self.scale, rule=rule)
-            problem.forward.v.fill_(1.0)
-            self.run(kernel, [problem])
-            rows = problem.q_rows.to(device)
-            # Weights sum to 1 up to rounding to the dtype.
-            ones = torch.ones_like(problem.forward.o[rows])
-            torch.testing.assert_close(problem.forward.o[rows], ones, rtol=0, atol=2**-6)
+        tasks = [Task(d, n // 3, n) for d, n in enumerate(TINY)]
+        self.run_and_check(kernel, device, shape, TINY, tasks, rule)
 
     def test_several_parts_in_one_call(self, kernel: Kernel, device: torch.device) -> None:
         shape = replace(SHAPE, dtype=self.dtypes[-1])
@@ -393,11 +374,11 @@ class KernelConformance:
         runs = [make_problem(shape, lengths, tasks, device, scale=self.scale) for _ in range(2)]
         for problem in runs:
             self.run(kernel, [problem])
-        first, second = ((p.forward.o, p.forward.lse, p.backward) for p in runs)
-        assert torch.equal(first[0], second[0])
-        assert torch.equal(first[1], second[1])
+        first, second = runs
+        for name in ("o", "lse"):
+            assert torch.equal(getattr(first.forward, name), getattr(second.forward, name)), name
         for name in ("dq", "dk", "dv"):
-            assert torch.equal(getattr(first[2], name), getattr(second[2], name)), name
+            assert torch.equal(getattr(first.backward, name), getattr(second.backward, name)), name
 
     def test_large_scores_do_not_overflow(self, kernel: Kernel, device: torch.device) -> None:
         shape = replace(SHAPE, dtype=self.dtypes[0])

@@ -11,22 +11,14 @@ from core_attention.message import CHECKSUM_BYTES, MessageLayout, reply_layout, 
 from core_attention.message_rows import MessageRows, message_rows
 from core_attention.message_views import message_views
 from core_attention.routing import PairRoute
-from core_attention.shape import AttentionShape
+from core_attention.shape import AttentionShape, parse_shape
 
 N_ROWS = 300
 SHAPES = {
-    "llama": AttentionShape(
-        num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16"
-    ),
-    "one head": AttentionShape(
-        num_heads=1, num_heads_kv=1, head_dim=8, head_dim_v=8, dtype="float16"
-    ),
-    "mla": AttentionShape(
-        num_heads=6, num_heads_kv=6, head_dim=192, head_dim_v=128, dtype="bfloat16"
-    ),
-    "float32": AttentionShape(
-        num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32"
-    ),
+    "llama": parse_shape("32:8:128:bfloat16"),
+    "one head": parse_shape("1:1:8:float16"),
+    "mla": parse_shape("6:6:192/128:bfloat16"),
+    "float32": parse_shape("4:2:16:float32"),
 }
 DEVICES = [
     "cpu",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from core_attention.errors import PlanError
-from core_attention.plan import PhaseForecast, Plan, PlanServer, imbalance
+from core_attention.plan import Plan, PlanServer, imbalance
 from tests.support.strategies import plans
 
 
@@ -28,17 +28,3 @@ def test_imbalance_is_the_worst_row_s_max_over_mean() -> None:
     assert imbalance(np.array([[1.0, 1.0], [1.0, 3.0]])) == pytest.approx(1.5)
     assert imbalance(np.array([2.0, 2.0])) == 1.0
     assert imbalance(np.zeros((2, 3))) == 1.0
-
-
-def test_a_forecast_gives_imbalances() -> None:
-    rows = np.array([[1, 1]])
-    forecast = PhaseForecast(
-        home_seconds=np.array([[1.0, 3.0]]),
-        seconds=np.array([[2.0, 2.0]]),
-        q_rows=rows,
-        kv_rows=rows,
-        bytes_in=rows,
-        bytes_out=rows,
-    )
-    assert forecast.home_imbalance == pytest.approx(1.5)
-    assert forecast.predicted_imbalance == 1.0

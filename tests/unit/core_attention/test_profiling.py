@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core_attention import profiling
-from core_attention.ca_task import Phase, causal_qk_pairs
+from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.errors import ProfileError
 from core_attention.kernels.cpu import CpuKernel
@@ -36,20 +36,15 @@ class Clock:
     monotonic = perf_counter
 
 
-class ClockKernel:
+class ClockKernel(CpuKernel):
     """Takes a fixed time per query-key pair, twice as much backward."""
 
     name = "clock"
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self.clock = clock
         self.tasks_seen: set[tuple[int, int, int]] = set()
-
-    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
-        pass
-
-    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
-        pass
 
     def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         for part in parts:
@@ -60,12 +55,6 @@ class ClockKernel:
     ) -> None:
         for part in parts:
             self._work(part.tasks, 2 * PAIR_SECONDS)
-
-    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
-        """Nothing to prepare."""
-
-    def synchronize(self) -> None:
-        pass
 
     def _work(self, tasks: TaskBatch, pair_seconds: float) -> None:
         kv, q = tasks.k_end - tasks.k_begin, tasks.q_end - tasks.q_begin

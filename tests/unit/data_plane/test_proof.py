@@ -140,10 +140,10 @@ def test_a_refusal_behind_the_proof_is_proven_and_one_before_is_not() -> None:
     def refuse(hello: bytes, connection: object) -> bytes:
         raise ValueError("epoch 1 is over")
 
-    with pytest.raises(HandshakeRejected, match="epoch 1 is over") as refused:
+    with pytest.raises(HandshakeRejected) as refused:
         shake(proven(refuse))
     assert refused.value.proven
-    with pytest.raises(HandshakeRejected, match="proof of the hello") as refused:
+    with pytest.raises(HandshakeRejected) as refused:
         shake(proven(), secret=b"guessed")
     assert not refused.value.proven
 
@@ -156,7 +156,7 @@ def test_a_refusal_carries_its_code(checked: bool, code: int) -> None:
             claim.check(SECRET)
         raise ClaimRefused("größer", code=code)
 
-    with pytest.raises(HandshakeRejected, match="größer") as refused:
+    with pytest.raises(HandshakeRejected) as refused:
         shake(refuse)
     assert (refused.value.code, refused.value.proven) == (code, checked)
 

@@ -146,13 +146,6 @@ def test_result_that_is_not_a_number_is_a_difference() -> None:
     assert not any(finding.equal for finding in findings(replace(answer, results=results)))
 
 
-def test_server_that_mixes_up_rows_is_found() -> None:
-    """All rows are right and in the wrong places."""
-    answer = answer_of(long_document(), Phase.FORWARD)
-    results = {**answer.results, "o": answer.results["o"].flip(0)}
-    assert not any(finding.equal for finding in findings(replace(answer, results=results)))
-
-
 def test_tasks_whose_keys_lie_elsewhere_are_left_out() -> None:
     plan = one_document_over_two_ranks()
     assert findings(answer_of(plan, Phase.FORWARD, rank=1)) == []

@@ -60,8 +60,11 @@ class Stage:
             self.later[chunk] = run
 
 
+Given = tuple[Mixed, Mixed, Stage, torch.Tensor]
+
+
 @pytest.fixture
-def given() -> tuple[Mixed, Mixed, Stage, torch.Tensor]:
+def given() -> Given:
     """A model, a copy whose weights are put off, its stage, and inputs."""
     torch.manual_seed(0)
     plain = Mixed()
@@ -76,7 +79,7 @@ def with_gradient(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if p.grad is not None}
 
 
-def test_what_is_put_off_is_added_later(given: tuple[Mixed, Mixed, Stage, torch.Tensor]) -> None:
+def test_what_is_put_off_is_added_later(given: Given) -> None:
     plain, other, stage, inputs = given
     first, second = (rows.clone().requires_grad_() for rows in inputs[:2])
     stage.outputs = {0: other(first), 1: other(second)}
@@ -100,9 +103,7 @@ def test_what_is_put_off_is_added_later(given: tuple[Mixed, Mixed, Stage, torch.
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_whole_backwards_and_those_outside_of_stages_put_nothing_off(
-    given: tuple[Mixed, Mixed, Stage, torch.Tensor],
-) -> None:
+def test_whole_backwards_and_those_outside_of_stages_put_nothing_off(given: Given) -> None:
     plain, other, stage, inputs = given
     stage.outputs = {0: other(inputs[0])}
     stage.backward_one_chunk(0)
@@ -115,9 +116,7 @@ def test_whole_backwards_and_those_outside_of_stages_put_nothing_off(
             assert torch.equal(found.grad, wanted.grad)  # type: ignore[arg-type]
 
 
-def test_a_backward_that_fails_puts_nothing_off_afterwards(
-    given: tuple[Mixed, Mixed, Stage, torch.Tensor],
-) -> None:
+def test_a_backward_that_fails_puts_nothing_off_afterwards(given: Given) -> None:
     _, other, stage, inputs = given
     with pytest.raises(KeyError):
         stage.backward_one_chunk(7, full_backward=False)
@@ -125,9 +124,7 @@ def test_a_backward_that_fails_puts_nothing_off_afterwards(
     assert "wide.weight" in with_gradient(other)
 
 
-def test_layers_under_autocast_compute_theirs_at_once(
-    given: tuple[Mixed, Mixed, Stage, torch.Tensor],
-) -> None:
+def test_layers_under_autocast_compute_theirs_at_once(given: Given) -> None:
     _, other, stage, inputs = given
     with torch.autocast("cpu", dtype=torch.bfloat16):
         stage.outputs = {0: other(inputs[0])}
@@ -173,9 +170,7 @@ def test_weights_that_somebody_else_watches_are_left_alone() -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_without_gradients_it_is_the_same_layer(
-    given: tuple[Mixed, Mixed, Stage, torch.Tensor],
-) -> None:
+def test_without_gradients_it_is_the_same_layer(given: Given) -> None:
     plain, other, _, inputs = given
     with torch.no_grad():
         assert torch.equal(other(inputs[0]), plain(inputs[0]))

@@ -23,6 +23,10 @@ from trainer_client.integrity.result_checks import ResultChecker, first_bad_row
 CPU = torch.device("cpu")
 
 
+def new_checker() -> ResultChecker:
+    return ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+
+
 def damaged(answer: Answer, name: str, row: int, value: float = torch.nan) -> Answer:
     """``answer`` with one element of one result changed on the way."""
     results = {key: tensor.clone() for key, tensor in answer.results.items()}
@@ -33,7 +37,7 @@ def damaged(answer: Answer, name: str, row: int, value: float = torch.nan) -> An
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_correct_results_are_nobodys_fault(phase: Phase, dtype: torch.dtype) -> None:
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     for server in range(2):
         answer = answer_of(two_documents_at_home(), phase, server=server, dtype=dtype)
         assert checker.fault(answer) is None
@@ -55,7 +59,7 @@ def test_server_that_damages_a_result_is_blamed_with_the_task(
     phase: Phase, server: int, name: str, row: int, where: str, value: float
 ) -> None:
     answer = answer_of(two_documents_at_home(), phase, server=server)
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     for _ in range(2):
         fault = checker.fault(damaged(answer, name, row, value))
         assert fault == f"{name} is not finite in {where}, though what was sent is"
@@ -66,7 +70,7 @@ def test_server_that_damages_a_result_is_blamed_with_the_task(
 def test_what_the_model_produced_is_passed_on_with_one_warning_a_step(
     phase: Phase, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     with caplog.at_level(logging.WARNING):
         for layer in range(3):
             answer = answer_of(two_documents_at_home(), phase, layer=layer, poison=(name, 1))
@@ -80,7 +84,7 @@ def test_what_the_model_produced_is_passed_on_with_one_warning_a_step(
 def test_server_is_blamed_once_where_other_ranks_rows_went_in(poisoned: bool) -> None:
     """Rank 1 cannot see rank 0's keys. Another server that computes the same acquits the first."""
     plan = one_document_over_two_ranks()
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     if poisoned:
         answer = answer_of(plan, Phase.FORWARD, rank=1, poison=("k", 2))
     else:
@@ -98,20 +102,14 @@ def test_overflow_of_the_sum_alone_is_no_fault() -> None:
     large = replace(answer, results=results)
     assert not torch.isfinite(large.results["o"].sum())
     assert first_bad_row(large) is None
-    assert ResultChecker(CPU, scale=SHAPE.default_softmax_scale).fault(large) is None
+    assert new_checker().fault(large) is None
 
 
 def test_float16_gradients_are_left_to_loss_scaling() -> None:
     answer = answer_of(two_documents_at_home(), Phase.BACKWARD, dtype=torch.float16)
-    assert (
-        ResultChecker(CPU, scale=SHAPE.default_softmax_scale).fault(damaged(answer, "dq", 0))
-        is None
-    )
+    assert new_checker().fault(damaged(answer, "dq", 0)) is None
     forward = answer_of(two_documents_at_home(), Phase.FORWARD, dtype=torch.float16)
-    assert (
-        ResultChecker(CPU, scale=SHAPE.default_softmax_scale).fault(damaged(forward, "o", 0))
-        is not None
-    )
+    assert new_checker().fault(damaged(forward, "o", 0)) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,7 +123,7 @@ def test_gradients_that_overflow_are_no_servers_fault(
     inputs["v"].fill_(1e3)
     large = damaged(replace(answer, inputs=inputs), "dk", 0, torch.inf)
     assert all(bool(torch.isfinite(rows).all()) for rows in inputs.values())
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     with caplog.at_level(logging.WARNING):
         assert checker.fault(large) is None
     (record,) = caplog.records
@@ -144,6 +142,6 @@ def test_server_is_blamed_once_where_no_kernel_can_tell(
 
     monkeypatch.setattr(result_checks, "own_kernel", none)
     answer = damaged(answer_of(two_documents_at_home(), Phase.FORWARD), "o", 0)
-    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    checker = new_checker()
     assert checker.fault(answer) is not None
     assert checker.fault(answer) is None
