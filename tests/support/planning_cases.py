@@ -7,28 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from control_plane.planner.planning import PlanningServer
+from core_attention.ca_task import qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PlanServer
+from core_attention.shape import AttentionShape
 from tests import ROOT
 
 PROFILE = CostProfile.load(ROOT / "distca/apps/simulator/profiles" / "h200-llama3-8b.json")
 SHAPE = PROFILE.shape
 
 
-def uniform_profile(seconds_per_pair: float = 1e-9) -> CostProfile:
-    """A kernel whose seconds are exactly proportional to query-key pairs."""
+def uniform_profile(
+    seconds_per_pair: float = 1e-9, shape: AttentionShape = SHAPE, backward: float = 2.5
+) -> CostProfile:
+    """A kernel whose seconds are exactly proportional to query-key pairs; a backward pass takes
+    ``backward`` times the forward."""
     grid = np.array([1, 2**31])
     q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
-    pairs = (kv * (kv + 1) - (kv - q) * (kv - q + 1)) // 2
+    pairs = qk_pairs(q, kv, shape.mask)
     return CostProfile(
         device="ideal",
         kernel="ideal",
-        shape=SHAPE,
+        shape=shape,
         q_tokens=grid,
         kv_tokens=grid,
         forward_seconds=pairs * seconds_per_pair,
-        backward_seconds=pairs * seconds_per_pair * 2.5,
+        backward_seconds=pairs * seconds_per_pair * backward,
     )
 
 

@@ -138,9 +138,7 @@ class ServingModel:
         self.new = Rank(1, (0,) * setting.n_lanes, (0,) * setting.n_lanes, ())
         self._outlines: dict[int, StepOutline] = {}
         # What a server does is worked out once for each of its states.
-        self._changed: dict[
-            tuple[Core[ModelServer], str], tuple[Core[ModelServer], list[Reply]]
-        ] = {}
+        self._changed: dict[tuple[Core[ModelServer], str], _Changed] = {}
         constants: list[Any] = [tick for lane in self.lanes for tick in lane]
         self._cores: Cores[ModelServer] = Cores(*constants, setting.order)
 
@@ -309,13 +307,15 @@ class ServingModel:
         for lane, ticks in enumerate(self.lanes):
             if rank.sent[lane] < len(ticks):
                 tick = ticks[rank.sent[lane]]
-                if not self._has_come_to(world, r, tick):
+                if not self._has_come_to(world, r, tick) or not self._is_awaited(world, r, tick):
                     continue
                 if self.setting.apart and lane not in rank.home:
-                    yield from self._goes_home(world, r, tick)
-                if is_local:
-                    yield from self._sends_locally(world, r, tick)
-                elif self._may_send(rank, r, lane) and (peer, tick) in server.posted:
+                    yield self._ends_lane(world, r, tick, "goes home before", goes_home=True)
+                if not self._may_send(rank, r, lane):
+                    continue
+                if self.setting.frozen and tick.phase is Phase.BACKWARD:
+                    yield self._ends_lane(world, r, tick, "skips")
+                else:
                     yield self._sends(world, r, tick)
         if world.resets and peer in server.connected:
             less = self._recovery(world._replace(resets=world.resets - 1))
@@ -403,68 +403,43 @@ class ServingModel:
         may_come_early = Kind.BACKWARD_INPUT in kinds and self.setting.stage(r) == 0
         return schedule.n_stages if may_come_early else 0
 
-    def _goes_home(self, world: World, r: int, tick: Tick) -> Moves:
-        """It takes part no more, whether or not a reply is on its way."""
+    def _is_awaited(self, world: World, r: int, tick: Tick) -> bool:
+        """Return whether the server takes a tick of a rank now. The rank in its process brings it
+        its plans, and must have brought this one."""
+        epoch, server = world.ranks[r].epoch, world.core.value
+        if r == self.setting.local_rank:
+            return epoch not in world.stream and JOB in server.machine.job_ids
+        return ((r, epoch), tick) in server.posted
+
+    def _ends_lane(
+        self, world: World, r: int, tick: Tick, how: str, *, goes_home: bool = False
+    ) -> Move[World]:
+        """Let a rank send nothing more of a lane, whether or not a reply is on its way."""
         rank, lane = world.ranks[r], tick.nano_batch
-        peer, is_local = (r, rank.epoch), r == self.setting.local_rank
         sent = _with(rank.sent, lane, len(self.lanes[lane]))
-        home = rank._replace(sent=sent, home=rank.home | {lane})
-        after = world._replace(ranks=_with(world.ranks, r, home))
-        if is_local and self._knows(world, rank.epoch):
-            yield self._changes(
-                after,
-                f"rank {r} goes home before {tick}",
-                lambda server: server.end_local_lane(r, rank.epoch, tick),
-            )
-        elif (peer, tick) in world.core.value.posted:
-            yield self._changes(
-                after,
-                f"rank {r} goes home before {tick}",
-                lambda server: server.skip(peer, tick),
-            )
+        home = rank.home | {lane} if goes_home else rank.home
+
+        def end(server: ModelServer) -> None:
+            if r == self.setting.local_rank:
+                server.end_local_lane(r, rank.epoch, tick)
+            else:
+                server.skip((r, rank.epoch), tick)
+
+        after = world._replace(ranks=_with(world.ranks, r, rank._replace(sent=sent, home=home)))
+        return self._changes(after, f"rank {r} {how} {tick} in epoch {rank.epoch}", end)
 
     def _sends(self, world: World, r: int, tick: Tick) -> Move[World]:
         rank, lane = world.ranks[r], tick.nano_batch
-        peer = (r, rank.epoch)
-        if self.setting.frozen and tick.phase is Phase.BACKWARD:
-            sent = _with(rank.sent, lane, len(self.lanes[lane]))
-            after = world._replace(ranks=_with(world.ranks, r, rank._replace(sent=sent)))
-            return self._changes(
-                after, f"rank {r} skips {tick}", lambda server: server.skip(peer, tick)
-            )
-        return self._changes(
-            self._has_sent(world, r, tick),
-            f"rows of rank {r} for {tick} arrive in epoch {rank.epoch}",
-            lambda server: server.rows_arrive(peer, tick),
-        )
 
-    def _sends_locally(self, world: World, r: int, tick: Tick) -> Moves:
-        rank = world.ranks[r]
-        if not self._may_send(rank, r, tick.nano_batch) or not self._knows(world, rank.epoch):
-            return
-        if self.setting.frozen and tick.phase is Phase.BACKWARD:
-            sent = _with(rank.sent, tick.nano_batch, len(self.lanes[tick.nano_batch]))
-            after = world._replace(ranks=_with(world.ranks, r, rank._replace(sent=sent)))
-            yield self._changes(
-                after,
-                f"rank {r} skips {tick}",
-                lambda server: server.end_local_lane(r, rank.epoch, tick),
-            )
-            return
-        yield self._changes(
-            self._has_sent(world, r, tick),
-            f"rank {r} hands in its rows for {tick} in epoch {rank.epoch}",
-            lambda server: server.local_rows_arrive(r, rank.epoch, tick),
-        )
+        def send(server: ModelServer) -> None:
+            if r == self.setting.local_rank:
+                server.local_rows_arrive(r, rank.epoch, tick)
+            else:
+                server.rows_arrive((r, rank.epoch), tick)
 
-    def _knows(self, world: World, epoch: int) -> bool:
-        """Whether the rank in the server's process, which brings it its plans, has brought this."""
-        return epoch not in world.stream and JOB in world.core.value.machine.job_ids
-
-    def _has_sent(self, world: World, r: int, tick: Tick) -> World:
-        rank, lane = world.ranks[r], tick.nano_batch
-        rank = rank._replace(sent=_with(rank.sent, lane, rank.sent[lane] + 1))
-        return world._replace(ranks=_with(world.ranks, r, rank))
+        sent = _with(rank.sent, lane, rank.sent[lane] + 1)
+        after = world._replace(ranks=_with(world.ranks, r, rank._replace(sent=sent)))
+        return self._changes(after, f"rows of rank {r} for {tick} come in epoch {rank.epoch}", send)
 
     # What belongs to a tick.
 

@@ -13,7 +13,8 @@ from distca.apps.simulator.disaggregated import Method, disaggregated_step, slot
 from distca.apps.simulator.model import PRESETS
 from distca.apps.simulator.packing import pack_in_order
 from distca.contract.settings import Placement
-from tests.unit.simulator.cases import K, documents, h200, setup
+from tests.support.planning_cases import PROFILE
+from tests.unit.simulator.cases import K, documents, setup
 
 METHOD = Method(planner=balanced.plan, options=PlanningOptions(tolerance=0.05))
 ENDLESS = {
@@ -33,7 +34,7 @@ def test_even_documents_stay_and_take_the_balanced_time() -> None:
 
 
 def test_with_endless_links_a_step_is_within_its_imbalance_of_balance() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=128 * K, cluster=ENDLESS)
+    of = setup(8, profile=PROFILE, tokens_per_rank=128 * K, cluster=ENDLESS)
     for seed in range(3):
         lengths = documents(of, seed)
         step = disaggregated_step(of, lengths, METHOD)
@@ -50,7 +51,7 @@ def test_slower_links_never_make_a_step_faster() -> None:
         disaggregated_step(
             setup(
                 8,
-                profile=h200(),
+                profile=PROFILE,
                 tokens_per_rank=128 * K,
                 cluster={"gpu_bandwidth_bytes_per_second": bandwidth},
             ),
@@ -105,7 +106,7 @@ def test_a_tick_holds_its_microbatches_on_their_stages() -> None:
 
 
 def test_a_pool_moves_everything() -> None:
-    of = setup(4, profile=h200())
+    of = setup(4, profile=PROFILE)
     lengths = documents(of)
     pool = disaggregated_step(of, lengths, METHOD, Placement.POOL, 4)
     in_place = disaggregated_step(of, lengths, METHOD)
@@ -115,7 +116,7 @@ def test_a_pool_moves_everything() -> None:
 
 
 def test_a_byte_budget_limits_what_a_rank_sends_and_what_is_waited_for() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=64 * K, model=PRESETS["llama-3-8b"])
+    of = setup(8, profile=PROFILE, tokens_per_rank=64 * K, model=PRESETS["llama-3-8b"])
     waits, moved = [], []
     for budget in (None, 1.0, 0.25):
         method = Method(planner=balanced.plan, options=METHOD.options, byte_budget=budget)
@@ -128,7 +129,7 @@ def test_a_byte_budget_limits_what_a_rank_sends_and_what_is_waited_for() -> None
 
 
 def test_without_ping_pong_communication_is_exposed() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=128 * K)
+    of = setup(8, profile=PROFILE, tokens_per_rank=128 * K)
     lengths = documents(of)
     single = Method(planner=balanced.plan, options=METHOD.options, n_nano_batches=1)
     assert (

@@ -15,7 +15,8 @@ from core_attention.schedule import Kind
 from core_attention.schedule_orders import SCHEDULES
 from distca.apps.simulator.disaggregated import Method, disaggregated_step
 from distca.apps.simulator.pipeline import schedule_seconds
-from tests.unit.simulator.cases import SMALL_MODEL, K, documents, h200, setup
+from tests.support.planning_cases import PROFILE
+from tests.unit.simulator.cases import SMALL_MODEL, K, documents, setup
 from tests.unit.simulator.event_check import (
     pooled_step_seconds_by_events,
     schedule_seconds_by_events,
@@ -60,7 +61,7 @@ def test_pooled_pipelines_agree_with_events(
         n_stages,
         n_stages=n_stages,
         n_microbatches=n_stages,
-        profile=h200(),
+        profile=PROFILE,
         model=replace(SMALL_MODEL, n_layers=6 * n_stages),
         tokens_per_rank=32 * K,
         cluster={"gpu_bandwidth_bytes_per_second": bandwidth},

@@ -12,22 +12,15 @@ from control_plane.planner.planning import PlanningOptions
 from distca.apps.simulator.disaggregated import Method, disaggregated_step
 from distca.apps.simulator.homes import planned_homes
 from distca.apps.simulator.model import PRESETS
-from tests.unit.simulator.cases import K, documents, h200, setup
+from tests.support.planning_cases import PROFILE
+from tests.unit.simulator.cases import K, documents, setup
 
 OPTIONS = PlanningOptions()
 
 
-def test_planned_homes_keep_the_tokens_of_every_rank_and_nano_batch() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=128 * K)
-    pack = planned_homes(of.rank_profile, OPTIONS)
-    manifest = pack(documents(of), 8, of.tokens_per_rank, 2)
-    for nano_batch in range(2):
-        assert (manifest.tokens_per_rank(nano_batch) == 64 * K).all()
-
-
 @pytest.mark.parametrize("n_nano_batches", [1, 2])
 def test_planned_homes_wait_less_for_links(n_nano_batches: int) -> None:
-    of = setup(16, profile=h200(), tokens_per_rank=128 * K, model=PRESETS["llama-3-8b"])
+    of = setup(16, profile=PROFILE, tokens_per_rank=128 * K, model=PRESETS["llama-3-8b"])
     packed = Method(planner=balanced.plan, options=OPTIONS, n_nano_batches=n_nano_batches)
     planned = replace(packed, pack=planned_homes(of.rank_profile, OPTIONS))
     batches = [documents(of, seed) for seed in range(4)]

@@ -29,7 +29,8 @@ from distca.apps.simulator.schedules import (
 )
 from distca.apps.simulator.setup import Setup
 from distca.apps.simulator.verdict import Remedy, Worth
-from tests.unit.simulator.cases import SMALL_MODEL, K, documents, h200, setup
+from tests.support.planning_cases import PROFILE
+from tests.unit.simulator.cases import SMALL_MODEL, K, documents, setup
 
 ENDLESS = {
     "gpu_bandwidth_bytes_per_second": 1e18,
@@ -202,7 +203,7 @@ def test_the_verdict_names_what_to_run_and_what_it_is_measured_against() -> None
 
 def test_schedules_are_compared_on_the_same_documents() -> None:
     """Of a document of a whole microbatch, nano-batches leave two halves, for every method."""
-    of = setup(2, n_stages=2, n_microbatches=2, profile=h200(), tokens_per_rank=32 * K)
+    of = setup(2, n_stages=2, n_microbatches=2, profile=PROFILE, tokens_per_rank=32 * K)
     found = compare_schedules(of, [documents(of)], METHOD, {"1f1b": SCHEDULES["1f1b"]})
     (row,) = found.times
     whole = balanced_seconds(of, np.full(2, 32 * K))

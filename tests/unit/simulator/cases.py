@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.resources import as_file, files
 from typing import Any
 
 import numpy as np
 
-from core_attention.arrays import Float64Array, Int64Array
-from core_attention.ca_task import causal_qk_pairs
+from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
-from core_attention.shape import AttentionShape
 from distca.apps.simulator.cluster import ClusterSpec
 from distca.apps.simulator.lengths import sample_lengths
 from distca.apps.simulator.model import ModelSpec
 from distca.apps.simulator.setup import Setup
+from tests.support.planning_cases import uniform_profile
 
 K = 1024
 
@@ -29,26 +27,9 @@ SMALL_MODEL = ModelSpec(
 )
 
 
-def h200() -> CostProfile:
-    """The profile that ships with the simulator."""
-    with as_file(files("distca.apps.simulator") / "profiles" / "h200-llama3-8b.json") as path:
-        return CostProfile.load(path)
-
-
 def flat_profile(seconds_per_pair: float = 1e-12) -> CostProfile:
     """Every query-key pair takes the same time, backward twice that."""
-    tokens = np.array([1, 1024, 1 << 20])
-    kv = np.maximum(tokens[None, :], tokens[:, None])
-    pairs = causal_qk_pairs(kv - tokens[:, None], kv).astype(np.float64)
-    return CostProfile(
-        device="ideal",
-        kernel="flat",
-        shape=SMALL_MODEL.attention_shape,
-        q_tokens=tokens,
-        kv_tokens=tokens,
-        forward_seconds=pairs * seconds_per_pair,
-        backward_seconds=2 * pairs * seconds_per_pair,
-    )
+    return uniform_profile(seconds_per_pair, SMALL_MODEL.attention_shape, backward=2.0)
 
 
 def setup(n_gpus: int = 4, **changes: Any) -> Setup:
@@ -73,13 +54,3 @@ def setup(n_gpus: int = 4, **changes: Any) -> Setup:
 def documents(of: Setup, seed: int = 0, name: str = "prolong") -> Int64Array:
     """Documents of one step."""
     return np.asarray(sample_lengths(name, of.step_tokens, of.tokens_per_rank, seed))
-
-
-def shape_of(of: Setup) -> AttentionShape:
-    """Its attention shape."""
-    return of.model.attention_shape
-
-
-def even(value: float, size: int) -> Float64Array:
-    """``[size]`` equal values."""
-    return np.full(size, value)

@@ -19,7 +19,8 @@ from distca.apps.simulator.baselines import (
 from distca.apps.simulator.context_parallel import gather_seconds, sharded_seconds
 from distca.apps.simulator.profile import document_seconds
 from distca.apps.simulator.setup import Setup
-from tests.unit.simulator.cases import K, documents, flat_profile, h200, setup
+from tests.support.planning_cases import PROFILE
+from tests.unit.simulator.cases import K, documents, flat_profile, setup
 
 
 def test_equal_documents_make_plain_packing_perfect() -> None:
@@ -51,7 +52,7 @@ def uneven(n_stages: int, n_microbatches: int, seed: int) -> tuple[Setup, Int64A
         n_pipelines * n_stages,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        profile=h200(),
+        profile=PROFILE,
         tokens_per_rank=64 * K,
     )
     drawn = np.cumsum(draw.integers(1, 64, size=of.step_tokens // K)) * K
@@ -96,7 +97,7 @@ def test_context_parallelism_divides_attention_and_pays_for_the_gather() -> None
 
 
 def test_short_chunks_run_at_the_slower_rate_of_the_profile() -> None:
-    profile = h200()
+    profile = PROFILE
     length = np.array([4 * K])
     whole = document_seconds(profile, length, Phase.BACKWARD)
     shared = sharded_seconds(profile, length, 8, Phase.BACKWARD)
@@ -104,7 +105,7 @@ def test_short_chunks_run_at_the_slower_rate_of_the_profile() -> None:
 
 
 def test_the_sweep_takes_the_best_group() -> None:
-    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
+    of = setup(8, profile=PROFILE, tokens_per_rank=64 * K)
     lengths = documents(of)
     every = [context_parallel(of, lengths, size) for size in (1, 2, 4, 8)]
     assert best_context_parallel(of, lengths) == min(every)

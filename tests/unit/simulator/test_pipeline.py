@@ -76,9 +76,8 @@ def test_interleaving_and_backwards_in_two_parts_make_bubbles_smaller() -> None:
     assert float(schedule_seconds(zero_bubble(4, 8), parts)[0]) == 8 * 3 + 3
 
 
-def test_missing_and_misshapen_seconds_are_named() -> None:
-    ones = np.ones((2, 1))
-    with pytest.raises(ValueError, match=r"needs seconds of B, F, each \[2, n_pipelines\]"):
-        schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones})
-    with pytest.raises(ValueError, match=r"shapes are \[\(3, 1\), \(2, 1\)\]"):
-        schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones, Kind.BACKWARD: np.ones((3, 1))})
+def test_missing_and_misshapen_seconds_are_refused() -> None:
+    forward = {Kind.FORWARD: np.ones((2, 1))}
+    for seconds in (forward, {**forward, Kind.BACKWARD: np.ones((3, 1))}):
+        with pytest.raises(ValueError, match="seconds"):
+            schedule_seconds(one_f_one_b(2, 2), seconds)
