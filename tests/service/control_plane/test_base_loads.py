@@ -85,22 +85,6 @@ def test_nobody_is_above_the_target_load_of_base_and_attention(
         assert total <= target_load * (1 + TOLERANCE + 0.05)
 
 
-def test_idle_ranks_serve_first() -> None:
-    """Half of the ranks compute as long as their attention takes: all of it fits on the others."""
-    manifest = replace(stream_manifest([4096] * 8, 2), n_ranks=4)
-    plain = planned(manifest, in_place(4))
-    forward, backward = (float(seconds_of(plain, phase).sum()) / 2 for phase in Phase)
-    idle_first = [
-        replace(s, base_seconds=(forward, backward)) if rank < 2 else s
-        for rank, s in enumerate(in_place(4))
-    ]
-    plan = planned(manifest, idle_first)
-    for phase in Phase:
-        seconds = seconds_of(plan, phase)
-        assert seconds[2:].sum() > 0.9 * seconds.sum()
-        assert seconds_of(plain, phase)[2:].sum() < 0.6 * seconds_of(plain, phase).sum()
-
-
 def test_bases_that_are_all_alike_change_little() -> None:
     """They raise the target load, and with it what the tolerance allows; no work moves for them."""
     manifest = stream_manifest([65536, 1024, 512, 300, 20000, 9000], 3)

@@ -12,36 +12,16 @@ from hypothesis import strategies as st
 from control_plane.planner import full
 from control_plane.planner.balanced import plan as balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer, equal_servers
-from core_attention.arrays import int64_column
-from core_attention.ca_task import MaskKind, Phase, qk_pairs
-from core_attention.cost_model import CostProfile
+from core_attention.ca_task import MaskKind, Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PlanServer
 from core_attention.routing import derive_routes
-from core_attention.shape import AttentionShape
+from core_attention.shape import parse_shape
+from tests.support.planning_cases import uniform_profile
 
-SHAPE = AttentionShape(
-    num_heads=8,
-    num_heads_kv=2,
-    head_dim=64,
-    head_dim_v=64,
-    dtype="bfloat16",
-    mask=MaskKind.FULL,
-)
-_GRID = int64_column([1, 128, 65536], "tokens")
-_PAIRS = qk_pairs(_GRID[:, None], np.maximum(_GRID[None, :], _GRID[:, None]), MaskKind.FULL).astype(
-    np.float64
-)
-PROFILE = CostProfile(
-    device="none",
-    kernel="none",
-    shape=SHAPE,
-    q_tokens=_GRID,
-    kv_tokens=_GRID,
-    forward_seconds=1e-9 * _PAIRS,
-    backward_seconds=3e-9 * _PAIRS,
-)
+SHAPE = replace(parse_shape("8:2:64:bfloat16"), mask=MaskKind.FULL)
+PROFILE = uniform_profile(shape=SHAPE, backward=3.0)
 OPTIONS = PlanningOptions(min_forward_tokens=128, min_backward_tokens=256)
 
 

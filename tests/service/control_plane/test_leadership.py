@@ -334,11 +334,6 @@ def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
         KubernetesLease(api.client(), "distca", "leader", "one", lease_seconds=2, renew_seconds=3)
 
 
-def test_process_outside_of_a_cluster_is_told_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(OSError):  # noqa: PT011 - there is nothing to read
-        cluster_api(tmp_path)
-
-
 @pytest.fixture
 def api_over_tls(
     api: LeaseApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

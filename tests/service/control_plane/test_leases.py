@@ -90,7 +90,7 @@ def test_silent_rank_closes_the_job_and_takes_its_server_with_it(
     assert "rank 0 on host-0" in error
     assert "host-1" not in error
     assert n_servers(client) == 0
-    with fails(rpc.Reason.UNKNOWN_JOB, match="rank 0 on host-0"):
+    with fails(rpc.Reason.UNKNOWN_JOB):
         renew(client, job_id, silent)
     assert client.open(0, spec)[0] != job_id
 

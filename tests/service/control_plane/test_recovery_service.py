@@ -276,7 +276,7 @@ def test_server_that_lives_and_does_no_work_is_fenced() -> None:
         pair.submit(0)
         pair.plans()
         stall(client, lease, 1.9)
-        with fails(rpc.Reason.FENCED, match=r"finished none for 2\.1 s"):
+        with fails(rpc.Reason.FENCED):
             stall(client, lease, 2.1)
         assert pair.recover().reason == "server s0 finished no work while serving step 0"
         stream.next("job_opened")

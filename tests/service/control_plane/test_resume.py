@@ -188,6 +188,8 @@ def test_steps_that_ranks_join_keep_their_numbers_under_another_control_plane(
             for watcher, sequence in zip(watchers, sequences, strict=True):
                 planned = watcher.next("step_planned")
                 assert (planned.plan.manifest.step, planned.sequence) == (step, sequence)
+                first = np.frombuffer(planned.first_tick, "<i4").tolist()
+                assert first == ([3] if (step, watcher) == (1, watchers[0]) else [])
 
 
 def test_epoch_is_above_all_that_ranks_have_seen_even_if_state_was_lost(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import logging
-import re
 import signal
 import subprocess
 import sys
@@ -150,15 +148,6 @@ def start(**changes: Any) -> None:
         await control_plane.stop()
 
     asyncio.run(start_and_stop())
-
-
-def test_the_log_says_on_which_addresses_it_listens(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "control_plane.server"):
-        start(listen_address="0.0.0.0:0", metrics_address="[::]:0")
-    said = "\n".join(caplog.messages)
-    assert re.search(r"^gRPC on 0\.0\.0\.0:[1-9]\d* asks for no client certificates", said, re.M)
-    assert re.search(r"^leading at 0\.0\.0\.0:[1-9]\d*$", said, re.M)
-    assert re.search(r"^listening on 0\.0\.0\.0:[1-9]\d*, metrics on \[::\]:[1-9]\d*$", said, re.M)
 
 
 def test_health_watchers_see_not_serving_before_the_end() -> None:

@@ -45,17 +45,6 @@ def membership() -> Membership:
     return Membership(lease_seconds=LEASE_SECONDS)
 
 
-def test_draining_server_keeps_its_lease_and_gets_no_new_work(membership: Membership) -> None:
-    for server_id in ("b", "a"):
-        membership.register(description(server_id), lease_id=server_id.upper(), now=0.0)
-    membership.drain("a")
-    assert [m.server_id for m in membership.pool()] == ["b"]
-    assert [m.server_id for m in membership.members()] == ["a", "b"]
-    assert membership.heartbeat("A", LOAD, now=1.0).draining
-    with fails(Reason.UNKNOWN_SERVER):
-        membership.drain("c")
-
-
 def test_in_place_server_comes_and_goes_with_its_rank(membership: Membership) -> None:
     for rank in (1, 0):
         membership.register_in_place(

@@ -13,8 +13,7 @@ from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.open_step import JOIN_SECONDS, ROUND_JOIN_SECONDS, HandIn, OpenStep
 from control_plane.jobs.step import FailedStep, ReadyStep
 from core_attention.manifest import RankManifest
-from core_attention.step_lane import placed
-from distca.v1.jobs_pb2 import RankMeasurement, StepProgress
+from distca.v1.jobs_pb2 import RankMeasurement
 from tests.unit.control_plane.test_jobs import planned, spec
 
 N_LANES = 4
@@ -224,10 +223,10 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 # As a job sees it.
 
 
-def job_of(n_ranks: int = 2, **more: Any) -> Job:
+def job_of() -> Job:
     jobs = Jobs(lease_seconds=10.0, retained_steps=64, max_pending_steps=4)
-    job = jobs.create(spec(n_ranks=n_ranks), job_id="train-1", key=b"t", **more)
-    for rank in range(n_ranks) if not more else ():
+    job = jobs.create(spec(), job_id="train-1", key=b"t")
+    for rank in range(2):
         job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
     return job
 
@@ -292,28 +291,3 @@ def test_no_step_is_planned_before_all_ranks_have_joined_the_job() -> None:
     failed = job.take_joined(now=9.0)
     assert isinstance(failed, FailedStep)
     assert job.failed(failed.step) == {0: 1}
-
-
-def test_numbers_outlive_the_control_plane() -> None:
-    """Rank 0 runs step 7, which rank 1 has joined and not heard of; rank 1 comes back later."""
-    job = job_of(absent=frozenset({0, 1}), return_by=99.0)
-    for rank in (0, 1):
-        job.come_back(rank, host="h", lease_id=f"L{rank}", now=0.0)
-    again = placed(hand_in(3, 0, 2).manifest, 7, 1)
-    for _ in range(2):
-        job.hand_in_again("L0", again, sequence=3, forward_only=False, now=0.0)
-    join(job, 1, 5, first_step=7)
-    join(job, 0, 3)
-    assert job.take_joined(now=9.0) is None
-    job.begin_recovery(now=0.0)
-    progress = StepProgress(step=7, complete_ticks=(0, 3))
-    job.recovery.answer(0, 1, [progress])
-    job.recovery.answer(1, 1, [])
-    (ready,) = job.end_recovery()
-    assert (ready.step, ready.begun, ready.complete_ticks) == (7, True, ((0, 3), (0, 0)))
-    assert [manifest.tokens(1) for manifest in ready.manifests] == [8, 0]
-    job.planned(planned(7))
-    assert list(job.open_step.waiting) == [1]
-    assert plan(job, now=1.0).step == 8
-    report(job, 0, 7)
-    assert job.take_finished() == 7

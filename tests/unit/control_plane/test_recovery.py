@@ -24,25 +24,6 @@ def lose(recovery: JobRecovery, *server_ids: str) -> int:
     return recovery.epoch
 
 
-def test_every_recovery_has_an_epoch_of_its_own() -> None:
-    recovery = JobRecovery(5 << 20)
-    assert recovery.epoch == 5 << 20
-    assert not recovery.began
-    assert [lose(recovery, "a"), lose(recovery, "b")] == [(5 << 20) + 1, (5 << 20) + 2]
-    assert recovery.runs
-    assert recovery.began
-
-
-def test_losses_before_the_beginning_share_a_recovery() -> None:
-    recovery = JobRecovery()
-    assert recovery.call_for("a was lost", "a")
-    assert not recovery.call_for("b was lost", "b")
-    assert not recovery.call_for("a was lost again", "a")
-    recovery.begin(now=0.0)
-    assert recovery.lost == ["a", "b"]
-    assert recovery.reasons == ["a was lost", "b was lost"]
-
-
 def test_recovery_that_starts_over_keeps_what_was_lost_and_drops_the_answers() -> None:
     recovery = JobRecovery()
     first = lose(recovery, "a")
@@ -64,13 +45,6 @@ def test_answers_outside_of_a_recovery_change_nothing() -> None:
     assert not recovery.answer(0, epoch, [progress(1, 3)])
     lose(recovery, "b")
     assert recovery.lost == ["b"]
-
-
-def test_epoch_is_never_below_what_a_rank_has_seen() -> None:
-    recovery = JobRecovery(3)
-    recovery.raise_epoch(9)
-    recovery.raise_epoch(4)
-    assert lose(recovery, "a") == 10
 
 
 def test_recoveries_without_a_new_loss_or_a_complete_tick_are_counted() -> None:
@@ -159,14 +133,6 @@ def test_reports_of_one_loss_count_once() -> None:
     assert quarantine.add("s", now=0.0) == 10
     assert quarantine.add("s", now=4.0) == 6
     assert not quarantine.holds("s", heard_at=9.0, now=10.0)
-
-
-def test_registering_anew_clears_a_server() -> None:
-    quarantine = Quarantine()
-    quarantine.add("s", now=0.0)
-    quarantine.clear("s")
-    assert not quarantine.holds("s", heard_at=0.0, now=1.0)
-    assert quarantine.add("s", now=11.0) == 10
 
 
 def test_quarantine_lasts_until_the_server_is_heard_again() -> None:
