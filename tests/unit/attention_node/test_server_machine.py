@@ -121,14 +121,6 @@ def test_a_late_end_of_a_tick_takes_nothing_from_the_plan_that_replaced_its_own(
     assert isinstance(taken, tuple)
 
 
-def test_rows_of_a_plan_that_was_replaced_are_refused() -> None:
-    machine = machine_with("a")
-    add(machine, 0)
-    add(machine, 0, epoch=1)
-    refused = machine.rows_arrived("job", "a", "step 0, epoch 0", first_tick())
-    assert isinstance(refused, str)
-
-
 def test_a_failed_tick_fails_its_step() -> None:
     machine = machine_with("a", "b")
     add(machine, 0)
@@ -138,42 +130,6 @@ def test_a_failed_tick_fails_its_step() -> None:
     refused = machine.rows_arrived("job", "b", "step 0, epoch 0", first_tick())
     assert isinstance(refused, str)
     assert refused.endswith("failed: no memory")
-
-
-def test_a_lane_that_a_rank_has_skipped_is_over_though_the_rank_has_left() -> None:
-    machine = machine_with("a", "b")
-    add(machine, 0)
-    for number, rank in enumerate(("a", "b")):
-        machine.disconnect(rank, was_reset=False)
-        reported = machine.lane_skipped("job", rank, number, "step 0, epoch 0", first_tick())
-    assert reported == [instructions.ReportStep("step 0, epoch 0")]
-    assert machine.idle
-
-
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_tick_goes_on_without_a_rank_that_shares_no_document(*, is_open: bool) -> None:
-    machine, alone = machine_with("a", "b"), "step 0, epoch 0"
-    apart = TickOutline(
-        needs=(frozenset({0}), frozenset({1})),
-        before_reply={0: frozenset({0}), 1: frozenset({1})},
-        owed=frozenset({0, 1}),
-        message_bytes={0: TICK_BYTES // 2, 1: TICK_BYTES // 2},
-    )
-    ticks = dict.fromkeys(ticks_of_lane(0, 0, 2, backward=False), apart)
-    machine.wants_plan("job", 0, 0)
-    machine.step_planned("job", alone, StepOutline(0, 0, 2, {0: ticks}))
-    opened = machine.rows_arrived("job", "b", alone, first_tick()) if is_open else ""
-    due = machine.lane_skipped("job", "a", 0, alone, first_tick())
-    if not is_open:
-        opened = machine.rows_arrived("job", "b", alone, first_tick())
-    assert not isinstance(opened, str)
-    tick = opened[1]
-    assert due == ([instructions.LeaveTick(alone, tick, 0)] if is_open else [])
-    tick.leave({0})
-    assert tick.arrive(1) == [1]
-    assert tick.part_done(1) == [1]
-    tick.replied(1)
-    assert tick.is_complete
 
 
 def test_a_tick_is_given_up_if_it_shares_documents_with_a_rank_that_skips_it() -> None:
