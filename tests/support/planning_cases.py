@@ -25,7 +25,7 @@ def uniform_profile(
     ``backward`` times the forward."""
     grid = np.array([1, 2**31])
     q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
-    pairs = qk_pairs(q, kv, shape.mask)
+    pairs = qk_pairs(q, kv, shape.mask).astype(np.float64)
     return CostProfile(
         device="ideal",
         kernel="ideal",

@@ -169,7 +169,7 @@ def test_an_exact_split_is_found_where_the_longest_documents_decide() -> None:
         {"n_nano_batches": 2, "lengths": [150, 50]},
     ],
 )
-def test_bad_input_is_refused(change: dict[str, object]) -> None:
+def test_bad_input_is_refused(change: dict[str, Any]) -> None:
     good: dict[str, Any] = {"lengths": [100, 100], "n_ranks": 2, "tokens_per_rank": 100}
     with pytest.raises(PlanError):
         plan_homes(**{**good, "servers": in_place(2), "options": OPTIONS, **change})

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from control_plane.access.access import short_name
+from control_plane.access.access_policy import POLICIES
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.contract.identity import Role
@@ -20,7 +21,7 @@ from distca.v1 import jobs_pb2, membership_pb2
 from tests.service.security.pki import Pki, control_plane_with, refused, secure_client
 from tests.support.errors import fails
 from tests.support.service_harness import Client, client_of, job_spec, running
-from tests.unit.control_plane.test_access_policy import MAY_CALL, methods
+from tests.unit.control_plane.test_access_policy import methods
 
 NEED_NOTHING = {"Membership/ListServers", "Cluster/DescribeCluster", "Jobs/DescribePool"}
 """What answers an empty request."""
@@ -70,7 +71,7 @@ def test_a_method_answers_the_roles_of_the_table_alone(
         call_empty(clients[role], name, METHODS[name])
     except rpc.RpcError as raised:
         error = raised
-    if short not in MAY_CALL[role]:
+    if role not in POLICIES[name].roles:
         assert error is not None
         assert error.reason is rpc.Reason.WRONG_ROLE
         assert f"spiffe://distca/{role}/a may not call {name}; roles that may: " in str(error)
