@@ -13,9 +13,9 @@ from distca import __version__
 from distca.apps.doctor.cluster_probe import ClusterAnswer
 from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.surroundings import Surroundings
-from distca.apps.top.snapshot import Snapshot
 from distca.contract.addresses import split_address
 from distca.contract.rpc_errors import RpcError
+from distca.v1 import cluster_pb2
 
 _CLOCK_WARN_SECONDS = 1.0
 _CLOCK_FAIL_SECONDS = 60.0
@@ -82,15 +82,16 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
     except (OSError, ValueError) as error:
         yield failed(str(error), "mend the files of --tls-*")
         return
-    snapshot = answer.snapshot
-    if snapshot is None:
+    cluster = answer.cluster
+    if cluster is None:
         yield passed("answers, and tells this role nothing of the cluster")
     else:
         yield passed(
-            f"{snapshot.address} answers in {answer.round_trip_seconds * 1000:.1f} ms: "
-            f"{len(snapshot.servers)} servers, {len(snapshot.jobs)} jobs",
+            f"{around.cluster.settings.address} answers in "
+            f"{answer.round_trip_seconds * 1000:.1f} ms: {len(cluster.servers)} servers, "
+            f"{len(cluster.jobs)} jobs",
             round_trip_seconds=answer.round_trip_seconds,
-            servers=len(snapshot.servers),
+            servers=len(cluster.servers),
         )
     if around.cluster.settings.ca_file is None:
         yield warned(
@@ -102,8 +103,8 @@ def check_control_plane(around: Surroundings) -> Iterable[CheckFinding]:
 def check_clock(around: Surroundings) -> Iterable[CheckFinding]:
     """Does this clock agree with the control plane's?"""
     answer = _answer(around)
-    if answer is not None and answer.snapshot is not None:
-        yield judge_clock(answer.asked_at - answer.snapshot.unix_seconds)
+    if answer is not None and answer.cluster is not None:
+        yield judge_clock(answer.asked_at - answer.cluster.unix_seconds)
 
 
 def judge_clock(ahead_seconds: float) -> CheckFinding:
@@ -122,19 +123,19 @@ def check_versions(around: Surroundings) -> Iterable[CheckFinding]:
     """Does everyone run the same distca?"""
     own = f"distca {__version__}, Python {platform.python_version()}, torch {_version('torch')}"
     answer = _answer(around)
-    if answer is None or answer.snapshot is None:
+    if answer is None or answer.cluster is None:
         yield passed(own, distca=__version__)
         return
-    yield compare_versions(own, answer.snapshot)
+    yield compare_versions(own, answer.cluster)
 
 
-def compare_versions(own: str, snapshot: Snapshot) -> CheckFinding:
+def compare_versions(own: str, cluster: cluster_pb2.DescribeClusterResponse) -> CheckFinding:
     """Compares this process's version with control plane and servers."""
-    others = {f"the control plane ({snapshot.version})"} - {f"the control plane ({__version__})"}
+    others = {f"the control plane ({cluster.version})"} - {f"the control plane ({__version__})"}
     others |= {
-        f"{server.server_id} ({server.version})"
-        for server in snapshot.servers
-        if server.version != __version__
+        f"{each.server.server_id} ({each.server.version})"
+        for each in cluster.servers
+        if each.server.version != __version__
     }
     if others:
         return warned(

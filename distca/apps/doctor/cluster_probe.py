@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import grpc
 
 from data_plane.transport import TransportName
-from distca.apps.top.snapshot import Snapshot, snapshot_from
 from distca.contract.rpc import RpcSettings, open_channel, wait_until_ready
 from distca.contract.rpc_errors import RpcError
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc
@@ -20,13 +19,13 @@ class ClusterAnswer:
     """The control plane's answer, and its time.
 
     Attributes:
-        snapshot: of the cluster; None if this role may not see it.
+        cluster: as it describes it; None if this role may not see it.
         transports: what the pool's servers use.
         round_trip_seconds: of the call.
         asked_at: this machine's clock half way through the call, seconds since 1970 UTC.
     """
 
-    snapshot: Snapshot | None = None
+    cluster: cluster_pb2.DescribeClusterResponse | None = None
     transports: frozenset[TransportName] = frozenset()
     round_trip_seconds: float = 0.0
     asked_at: float = 0.0
@@ -87,7 +86,7 @@ class ClusterProbe:
             answer = stub.DescribeCluster(request)
             seconds = time.perf_counter() - began
             return ClusterAnswer(
-                snapshot=snapshot_from(answer, self._settings.address),
+                cluster=answer,
                 transports=_known(
                     status.server.transport
                     for status in answer.servers

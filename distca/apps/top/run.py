@@ -1,4 +1,4 @@
-"""Shows snapshots once, or again and again until Ctrl-C."""
+"""Shows what the control plane answers once, or again and again until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import json
 import time
 from collections.abc import Callable
 
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from distca.apps.top.settings import Watch
-from distca.apps.top.snapshot import Snapshot, snapshot_from
-from distca.apps.top.view import render
+from distca.apps.top.view import count_serving, render
 from distca.contract.rpc import RpcSettings, open_channel
 from distca.contract.rpc_errors import RpcError
 from distca.errors import DistcaError
 from distca.process.interrupt import StopRequest
 from distca.process.plain_text import plain
 from distca.v1 import cluster_pb2, cluster_pb2_grpc
+
+Answer = cluster_pb2.DescribeClusterResponse
 
 _RETRY_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -30,37 +32,38 @@ def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
     """Shows the cluster until Ctrl-C, or once."""
     look = functools.partial(_look, settings.following_files())
     if watch.once:
-        _show(_wait_for_snapshot(look, watch), watch, console)
+        _show(_wait_for_servers(look, watch), watch, settings.address, console)
         return
     # An exception out of a signal handler may be lost where a library runs callbacks.
     with StopRequest() as stop:
         if watch.as_json or not console.is_terminal:
-            _repeat(look, watch, console, stop)
+            _repeat(look, watch, settings.address, console, stop)
         else:
             _follow(look, watch, settings.address, console, stop)
     stop.check()
 
 
-def _look(settings: RpcSettings) -> Snapshot:
+def _look(settings: RpcSettings) -> Answer:
     """Over a new connection, with the certificates that there are now."""
     if settings.certificates is not None:
         settings.certificates.changed()
     with open_channel(settings) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.DescribeCluster(cluster_pb2.DescribeClusterRequest())
-    return snapshot_from(answer, settings.address)
+        answer: Answer = stub.DescribeCluster(cluster_pb2.DescribeClusterRequest())
+    return answer
 
 
-def _wait_for_snapshot(look: Callable[[], Snapshot], watch: Watch) -> Snapshot:
-    """A snapshot with the servers that are expected, or the reason why there is none."""
+def _wait_for_servers(look: Callable[[], Answer], watch: Watch) -> Answer:
+    """An answer with the servers that are expected, or the reason why there is none."""
     deadline = time.monotonic() + watch.wait_seconds
     while True:
         try:
-            snapshot = look()
-            if snapshot.n_serving >= watch.expect_servers:
-                return snapshot
+            answer = look()
+            n_serving = count_serving(answer.servers)
+            if n_serving >= watch.expect_servers:
+                return answer
             error: Exception = DistcaError(
-                f"{snapshot.n_serving} of {watch.expect_servers} servers take work; look at the "
+                f"{n_serving} of {watch.expect_servers} servers take work; look at the "
                 "logs of those that are missing"
             )
         except RpcError as refused:
@@ -71,27 +74,27 @@ def _wait_for_snapshot(look: Callable[[], Snapshot], watch: Watch) -> Snapshot:
 
 
 def _repeat(
-    look: Callable[[], Snapshot], watch: Watch, console: Console, stop: StopRequest
+    look: Callable[[], Answer], watch: Watch, address: str, console: Console, stop: StopRequest
 ) -> None:
-    """Prints snapshot after snapshot; errors go to stderr, and it goes on."""
+    """Prints answer after answer; errors go to stderr, and it goes on."""
     errors = Console(stderr=True, soft_wrap=True)
     while not stop.requested:
         try:
-            _show(look(), watch, console)
+            _show(look(), watch, address, console)
         except RpcError as error:
             errors.print(plain(str(error)), markup=False, highlight=False)
         _wait(watch.interval_seconds, stop)
 
 
 def _follow(
-    look: Callable[[], Snapshot],
+    look: Callable[[], Answer],
     watch: Watch,
     address: str,
     console: Console,
     stop: StopRequest,
 ) -> None:
-    """The live view: while the control plane is away, the last snapshot stays and says so."""
-    last: Snapshot | None = None
+    """The live view: while the control plane is away, the last answer stays and says so."""
+    last: Answer | None = None
     seen_at = time.monotonic()
     with Live(Text(f"Asking {address} ..."), console=console, screen=True) as live:
         while not stop.requested:
@@ -100,7 +103,7 @@ def _follow(
                 last, seen_at = look(), time.monotonic()
             except RpcError as error:
                 away = str(error)
-            live.update(_view(last, away, time.monotonic() - seen_at), refresh=True)
+            live.update(_view(last, address, away, time.monotonic() - seen_at), refresh=True)
             _wait(watch.interval_seconds, stop)
 
 
@@ -111,14 +114,17 @@ def _wait(seconds: float, stop: StopRequest) -> None:
         time.sleep(min(left, _POLL_SECONDS))
 
 
-def _view(last: Snapshot | None, away: str, away_seconds: float) -> RenderableType:
+def _view(last: Answer | None, address: str, away: str, away_seconds: float) -> RenderableType:
     if last is None:
         return Text(plain(f"Not reached yet, trying again. {away}"), style="bold red")
-    return render(last, away, away_seconds)
+    return render(last, address, away, away_seconds)
 
 
-def _show(snapshot: Snapshot, watch: Watch, console: Console) -> None:
-    if watch.as_json:
-        console.print(json.dumps(snapshot.as_json()), soft_wrap=True, markup=False, highlight=False)
-    else:
-        console.print(render(snapshot))
+def _show(answer: Answer, watch: Watch, address: str, console: Console) -> None:
+    if not watch.as_json:
+        console.print(render(answer, address))
+        return
+    fields = MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    console.print(json.dumps(fields), soft_wrap=True, markup=False, highlight=False)

@@ -29,8 +29,7 @@ from distca.apps.doctor.report import as_json, summary
 from distca.apps.doctor.settings import DoctorSettings
 from distca.apps.doctor.surroundings import Surroundings
 from distca.apps.doctor.transport_checks import judge_self_test, judge_transport
-from distca.apps.top.snapshot import Snapshot
-from tests.service.distca.test_top import server_view
+from distca.v1 import cluster_pb2, membership_pb2
 from tests.support.cluster import NODE_SHAPE
 from tests.support.rdma_machine import add_rdma_device
 
@@ -435,15 +434,11 @@ def test_the_clock_is_compared_with_the_control_planes(
 def test_another_version_anywhere_warns_and_is_named(
     control_plane: str, server: str, status: Severity
 ) -> None:
-    snapshot = Snapshot(
-        address="cp:1",
-        version=control_plane,
-        unix_seconds=0.0,
-        uptime_seconds=0.0,
-        servers=(server_view(version=server),),
-        jobs=(),
+    description = membership_pb2.ServerDescription(server_id="a", version=server)
+    cluster = cluster_pb2.DescribeClusterResponse(
+        version=control_plane, servers=[membership_pb2.ServerStatus(server=description)]
     )
-    finding = compare_versions("own", snapshot)
+    finding = compare_versions("own", cluster)
     assert finding.status is status
     assert ("9.9.9" in finding.says) == (status is WARN)
 

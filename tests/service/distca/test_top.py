@@ -15,16 +15,15 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from google.protobuf.json_format import ParseDict
 from rich.console import Console
 
 from distca.apps.top.settings import Watch
-from distca.apps.top.snapshot import BalanceView, JobView, ServerView, Snapshot, StepView
 from distca.apps.top.view import render
-from distca.v1 import membership_pb2
+from distca.v1 import cluster_pb2, jobs_pb2, membership_pb2
 from tests import ROOT
 from tests.service.distca.test_cli import distca
 from tests.support.service_harness import client_of, job_spec, rank_manifest, running
@@ -33,78 +32,85 @@ START_SECONDS = 60.0
 """For a Python process to start on a busy machine."""
 
 
-def server_view(**changes: object) -> ServerView:
-    values: dict[str, object] = {
-        "server_id": "node-0",
-        "host": "host-a",
-        "device": "NVIDIA H200",
-        "version": "0.1.0",
-        "draining": False,
-        "job": None,
-        "rank": None,
+def server(**changes: object) -> membership_pb2.ServerStatus:
+    """A server of the pool with some load, but for ``changes`` of its fields."""
+    status = {
+        "server": {
+            "server_id": "node-0",
+            "host": "host-a",
+            "device": "NVIDIA H200",
+            "version": "0.1.0",
+        },
+        "load": {
+            "busy_ratio": 0.5,
+            "queued_tasks": 3,
+            "open_ticks": 2,
+            "buffer_bytes": 3 * 2**29,
+            "moved_bytes_per_second": 2.5e9,
+        },
         "seconds_since_heartbeat": 1.0,
-        "busy_ratio": 0.5,
-        "queued_tasks": 3,
-        "open_ticks": 2,
-        "buffer_bytes": 3 * 2**29,
-        "moved_bytes_per_second": 2.5e9,
+        "in_place_rank": -1,
     }
-    return ServerView(**(values | changes))  # type: ignore[arg-type]
+    for name, value in changes.items():
+        parts = (status["server"], status["load"])
+        owner = next((part for part in parts if isinstance(part, dict) and name in part), status)
+        owner[name] = value
+    return ParseDict(status, membership_pb2.ServerStatus())
 
 
-STEP = StepView(
-    step=7,
-    step_seconds=2.0,
-    wait_seconds=0.1,
-    tokens=200_000,
-    moved_bytes=3_000_000_000,
-    balance=(
-        BalanceView(
-            phase="forward", home_imbalance=1.5, predicted_imbalance=1.02, measured_imbalance=1.3
-        ),
-        BalanceView(
-            phase="backward", home_imbalance=1.4, predicted_imbalance=1.01, measured_imbalance=None
-        ),
-    ),
-)
-
-JOB = JobView(
+JOB = cluster_pb2.JobStatus(
     job_id="train-1",
     name="train",
-    placement="pool",
+    placement=jobs_pb2.PLACEMENT_POOL,
     tolerance=0.1,
     n_ranks=4,
     n_joined_ranks=3,
     planned_step=9,
     finished_step=7,
-    epoch=0,
-    recovering=False,
-    last_step=STEP,
+    last_step=jobs_pb2.StepStatus(
+        step=7,
+        step_seconds=2.0,
+        wait_seconds=0.1,
+        tokens=200_000,
+        moved_bytes=3_000_000_000,
+        phases=[
+            jobs_pb2.PhaseStatus(
+                phase="forward",
+                home_imbalance=1.5,
+                predicted_imbalance=1.02,
+                measured_imbalance=1.3,
+            ),
+            jobs_pb2.PhaseStatus(phase="backward", home_imbalance=1.4, predicted_imbalance=1.01),
+        ],
+    ),
 )
 
 
 def shown(
-    *servers: ServerView, jobs: tuple[JobView, ...] = (), away: str = "", width: int = 160
+    *servers: membership_pb2.ServerStatus,
+    jobs: tuple[cluster_pb2.JobStatus, ...] = (),
+    away: str = "",
+    width: int = 160,
 ) -> str:
     """What the view looks like on a terminal, a wide one if nothing is said, without colours."""
-    snapshot = Snapshot(
-        address="cp:7700",
+    answer = cluster_pb2.DescribeClusterResponse(
         version="0.1.0",
-        unix_seconds=0.0,
         uptime_seconds=7200.0,
         servers=servers,
         jobs=jobs,
+        planner_state="compiling",
     )
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(snapshot, away, 12.0))
+    console.print(render(answer, "cp:7700", away, 12.0))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_the_header_sums_up() -> None:
-    text = shown(server_view(), server_view(server_id="node-1", busy_ratio=0.9, draining=True))
+    text = shown(server(), server(server_id="node-1", busy_ratio=0.9, draining=True))
     assert "DistCA 0.1.0 at cp:7700   up 2 h   2 servers (1 draining)   0 jobs   5.00 GB/s" in text
     assert "busy 70% in the mean, 90% at most" in text
+    assert "planner is being compiled" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_the_header_sums_up() -> None:
         ({}, "serving"),
         ({"draining": True}, "draining"),
         ({"seconds_since_heartbeat": 14.0}, "silent for 14 s"),
-        ({"job": "train", "rank": 3}, "in train, rank 3"),
+        ({"in_place_job_id": "train-1", "in_place_rank": 3}, "in train, rank 3"),
         ({"version": "0.0.9"}, "node-0 (0.0.9)"),
         ({"busy_ratio": 0.61}, "61%"),
         ({"buffer_bytes": 3 * 2**29}, "1.5 GiB"),
@@ -121,7 +127,7 @@ def test_the_header_sums_up() -> None:
     ],
 )
 def test_a_server_shows_its_state_and_load(changes: dict[str, object], words: str) -> None:
-    assert words in shown(server_view(**changes))
+    assert words in shown(server(**changes), jobs=(JOB,))
 
 
 def test_a_job_shows_progress_speed_and_balance() -> None:
@@ -132,12 +138,23 @@ def test_a_job_shows_progress_speed_and_balance() -> None:
 
 
 def test_a_job_on_gpus_shows_no_waits() -> None:
-    step = replace(STEP, wait_seconds=None)
-    line = next(
-        line for line in shown(jobs=(replace(JOB, last_step=step),)).splitlines() if "3/4" in line
-    )
-    assert "5%" not in line
-    assert line.split()[line.split().index("planned") + 1 :][:3] == ["2", "-", "100,000"]
+    job = cluster_pb2.JobStatus()
+    job.CopyFrom(JOB)
+    job.last_step.ClearField("wait_seconds")
+    (line,) = (line for line in shown(jobs=(job,)).splitlines() if "3/4" in line)
+    assert line.split()[-4:] == ["2", "-", "100,000", "1.50"]
+
+
+def test_eighty_columns_show_whole_names_and_every_number() -> None:
+    ids = [f"distca-attention-node-{index}" for index in (0, 1, 12)]
+    text = shown(*(server(server_id=name, host=f"gpu-{name}") for name in ids), width=80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    (head,) = (line for line in lines if "buffers" in line)
+    begin, end = lines.index(head) + 1, head.index("host")
+    names = "".join(line[:end].strip() for line in lines[begin:])
+    assert names.startswith("".join(ids))
+    assert text.count("1.5 GiB") == text.count("2.50 ") + text.count("2.50\n") == len(ids)
 
 
 def test_an_empty_cluster_and_old_figures_are_told() -> None:
@@ -170,11 +187,9 @@ def test_json_has_the_same_for_scripts() -> None:
         client.register("node-a")
         client.open(0, job_spec("train"))
         asked = distca("top", "--once", "--json", DISTCA_CONTROL_PLANE=control_plane.address)
-    told = json.loads(asked.stdout)
-    assert told["address"] == control_plane.address
-    assert (told["n_serving"], told["servers"][0]["server_id"]) == (1, "node-a")
-    assert told["jobs"][0]["name"] == "train"
-    assert told["jobs"][0]["finished_step"] is None
+    told = ParseDict(json.loads(asked.stdout), cluster_pb2.DescribeClusterResponse())
+    assert [each.server.server_id for each in told.servers] == ["node-a"]
+    assert [(each.name, each.finished_step) for each in told.jobs] == [("train", -1)]
 
 
 def test_too_few_servers_are_an_error_with_the_number() -> None:

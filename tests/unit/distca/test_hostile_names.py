@@ -62,7 +62,7 @@ TERMINAL: dict[str, Callable[[Console], None]] = {
     "summary": lambda console: console.print(summary_table(hostile_record())),
     "doctor": lambda console: show(finding(), console),
     "preview": lambda console: hostile_preview().show(console),
-    "top": lambda console: console.print(_view(None, HOSTILE, 1.0)),
+    "top": lambda console: console.print(_view(None, "cp", HOSTILE, 1.0)),
 }
 
 
