@@ -110,7 +110,7 @@ class Coordinator:
         )
         self._isolation = IsolationDetector(lease_seconds=settings.lease_seconds, now=clock())
         # Jobs whose open step is looked at again when its deadline has passed.
-        self._joining: set[str] = set()
+        self._joining: dict[str, asyncio.TimerHandle] = {}
         self._recoveries = Recoveries(
             settings,
             self._jobs,
@@ -671,13 +671,17 @@ class Coordinator:
                 self._metrics.jobs.step_ready(job, outcome.step)
                 self._metrics.jobs.step_joined(job, outcome)
                 self._plan(job, outcome)
+            if (timer := self._joining.pop(job.job_id, None)) is not None:
+                # Of that step: the next one may have to be planned before.
+                timer.cancel()
         if job.job_id not in self._joining and (deadline := job.open_step.deadline()) is not None:
-            self._joining.add(job.job_id)
-            loop = asyncio.get_running_loop()
-            loop.call_later(max(deadline - now, _LEAST_PAUSE_SECONDS), self._join_ends, job)
+            pause = max(deadline - now, _LEAST_PAUSE_SECONDS)
+            self._joining[job.job_id] = asyncio.get_running_loop().call_later(
+                pause, self._join_ends, job
+            )
 
     def _join_ends(self, job: Job) -> None:
-        self._joining.discard(job.job_id)
+        self._joining.pop(job.job_id, None)
         if job.closed is None:
             self._take_joined(job)
 

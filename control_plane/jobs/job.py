@@ -282,9 +282,9 @@ class Job:
 
     def take_joined(self, *, now: float) -> ReadyStep | FailedStep | None:
         """The open step, if it can be planned now, or never can; it is no longer open."""
-        if self.is_recovering or (self._gathers and not self._refused):
+        if self.is_recovering:
             return None
-        joined = self.open_step.take(math.inf if self._gathers else now)
+        joined = self.open_step.take(math.inf if self._lacks_ranks else now)
         if joined is None:
             return None
         step = joined.step

@@ -159,8 +159,10 @@ class OpenStep:
         self.next_step = max(self.next_step, step + 1)
 
     def deadline(self) -> float | None:
-        """When the open step is planned without those that are missing; None if nobody waits."""
-        known = all(rank in self._closed for rank in self._missing())
+        """When the open step is planned without those that are missing; None if nobody waits.
+
+        Before the first step ranks are on their way to the job, at the speed of their processes."""
+        known = not self.next_step or all(rank in self._closed for rank in self._missing())
         return min(
             (
                 each.since + self._patience(rank, known=known)
@@ -246,7 +248,7 @@ class OpenStep:
         }
 
     def _patience(self, rank: int, *, known: bool) -> float:
-        """How long a rank waits for others; ``known``: these say where rounds end, so they come.
+        """How long a rank waits for others; ``known``: these are sure to come, or nearly.
 
         One that was not in the step before has come late. Those before it run that step since, and
         take no longer than it took for its own: so long it waits, and they go on together."""

@@ -228,6 +228,26 @@ def own_all_reduce(run: Run) -> None:
 
 
 @loop
+def no_first_forward(run: Run) -> None:
+    """One rank has no forward in the first rounds, whose collective is the loop's own."""
+    for turn in range(4):
+        if run.rank != 1 or turn > 1:
+            run.step()
+        dist.barrier()
+        run.compare()
+
+
+@loop
+def no_forward_at_all(run: Run) -> None:
+    """One rank never comes to the job."""
+    for _ in range(3):
+        if run.rank != 1:
+            run.step()
+        dist.barrier()
+        run.compare()
+
+
+@loop
 def late_rank(run: Run) -> None:
     """One rank comes late each time, with two steps open; others go on without it."""
     for _ in range(5):

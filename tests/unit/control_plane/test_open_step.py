@@ -205,11 +205,10 @@ def test_tensor_parallel_groups_come_whole() -> None:
     ranks = Ranks(4, groups=[(0, 1), (2, 3)])
     for rank in (0, 1, 2):
         ranks.hand_in(rank)
-    ranks.now = 1.0
+    ranks.now = ROUND_JOIN_SECONDS
     assert ranks.steps() == [(0, [0, 1])]
     assert ranks.steps() == []
     ranks.hand_in(3)
-    ranks.now = 2.0
     assert ranks.steps() == [(1, [2, 3])]
 
 
@@ -281,13 +280,34 @@ def test_no_step_gets_a_number_that_a_rank_has_used_at_home() -> None:
     assert job.take_finished() == 3
 
 
-def test_no_step_is_planned_before_all_ranks_have_joined_the_job() -> None:
+def job_of_rank_0() -> Job:
+    """The other one has not come, and rank 0 has joined the first step."""
     jobs = Jobs(lease_seconds=10.0, retained_steps=64, max_pending_steps=4)
     job = jobs.create(spec(), job_id="train-1", key=b"t")
     job.join(0, host="h", lease_id="L0", now=0.0)
     join(job, 0, 1)
-    assert job.take_joined(now=9.0) is None
+    return job
+
+
+def test_a_rank_without_a_first_forward_is_waited_for_once() -> None:
+    job = job_of_rank_0()
+    assert job.open_step.deadline() == ROUND_JOIN_SECONDS
+    assert job.take_joined(now=ROUND_JOIN_SECONDS - 0.001) is None
+    now = ROUND_JOIN_SECONDS
+    assert plan(job, now).without == "late"
+    report(job, 0, 0)
+    assert job.take_finished() == 0
+    join(job, 0, 2, now)
+    assert job.open_step.deadline() == pytest.approx(now + JOIN_SECONDS)
+    job.join(1, host="h", lease_id="L1", now=now)
+    join(job, 1, 1, now)
+    ready = plan(job, now)
+    assert (ready.step, ready.sequences) == (1, {0: 2, 1: 1})
+
+
+def test_steps_fail_at_once_where_a_rank_was_refused() -> None:
+    job = job_of_rank_0()
     job.refused(1, "another spec")
-    failed = job.take_joined(now=9.0)
+    failed = job.take_joined(now=0.0)
     assert isinstance(failed, FailedStep)
     assert job.failed(failed.step) == {0: 1}
