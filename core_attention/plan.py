@@ -13,6 +13,9 @@ from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 
+AT_HOME = "home"
+"""The planner of plans that take no planning: documents stay whole on their ranks."""
+
 PROMISE = 0.02
 """The factor by which a plan may exceed its tolerance and still keep it: cuts are aligned, and the
 level itself depends on them."""

@@ -113,7 +113,8 @@ class ColdPlanner:
                 return plan
         if not self._is_compiled:
             try:
-                return at_home.plan(manifest, servers, shape, options, epoch=epoch)
+                why = f"the planner is {self.state}"
+                return at_home.plan(manifest, servers, shape, options, epoch=epoch, why=why)
             except PlanError:
                 # A better plan may fit.
                 self._settled.wait(SETTLE_SECONDS)

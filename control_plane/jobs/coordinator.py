@@ -41,10 +41,10 @@ from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
 from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.subscriptions import Event, Subscription
 from control_plane.metrics.metrics import Metrics
-from control_plane.planner import at_home
 from control_plane.planner.planning import Planner
 from control_plane.settings import CoordinatorSettings
 from core_attention.manifest import RankManifest
+from core_attention.plan import AT_HOME
 from distca.contract.rpc_errors import Reason
 from distca.contract.server_loss import ServerLoss
 from distca.contract.tokens import rank_of_token
@@ -734,8 +734,8 @@ class Coordinator:
 def _log_where(job: Job, record: StepRecord) -> None:
     """Logs when steps begin to leave documents at home, and why, and when no more."""
     why = ""
-    if record.plan.planner == at_home.NAME:
-        why = "the planner is being compiled, or takes too long"
+    if record.plan.planner == AT_HOME:
+        why = record.plan.reason
     elif not job.spec.placement.uses_in_place and all(
         server.in_place_rank is not None for server in record.plan.servers
     ):

@@ -8,6 +8,7 @@ import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from control_plane.access.fair_threads import FairThreads
 from control_plane.errors import InvalidRequestError
@@ -23,6 +24,7 @@ from distca.contract.timeouts import default_seconds
 logger = logging.getLogger(__name__)
 
 LATE_PLAN_SECONDS = default_seconds("late_plan_seconds")
+_AT_HOME = partial(at_home.plan, why=f"the planner takes longer than {LATE_PLAN_SECONDS:g} s")
 
 Choices = Sequence[Sequence[Member]]
 """The servers of a step's plan, in their order; and those to take instead if these cannot do it."""
@@ -125,7 +127,7 @@ class StepPlanner:
         try:
             if not (await asyncio.wait([made], timeout=LATE_PLAN_SECONDS))[0]:
                 with contextlib.suppress(PlanError):
-                    return await asyncio.to_thread(_maker(job, ready, members, at_home.plan))
+                    return await asyncio.to_thread(_maker(job, ready, members, _AT_HOME))
             return await made
         except PlanError:
             raise

@@ -12,9 +12,8 @@ from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.publication import Publication
 from control_plane.jobs.step import ReadyStep, StepRecord, busy_seconds
 from control_plane.metrics.server_metrics import PREFIX
-from control_plane.planner import at_home
 from core_attention.ca_task import Phase
-from core_attention.plan import Plan, PlanVerdict
+from core_attention.plan import AT_HOME, Plan, PlanVerdict
 from distca.metric_table import Label, Table, counter, gauge, histogram
 
 _JOB = Label("job_name")
@@ -175,7 +174,7 @@ class JobMetrics:
         """A plan was made and published."""
         record, name = publication.record, job.spec.name
         self._series.steps_planned_total.labels(name).inc()
-        if record.plan.planner == at_home.NAME:
+        if record.plan.planner == AT_HOME:
             self._series.plans_at_home_total.labels(name).inc()
         verdict = record.plan.verdict
         if verdict in _ABOVE:

@@ -15,11 +15,8 @@ from core_attention.arrays import BoolArray, Float64Array, Int64Array
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from core_attention.plan import PhaseForecast, Plan
+from core_attention.plan import AT_HOME, PhaseForecast, Plan
 from core_attention.shape import AttentionShape
-
-NAME = "home"
-"""``Plan.planner`` of such plans."""
 
 
 def plan(
@@ -29,8 +26,10 @@ def plan(
     options: PlanningOptions,
     *,
     epoch: int = 0,
+    why: str,
 ) -> Plan:
-    """Plans one step; see :class:`~control_plane.planner.planning.Planner`."""
+    """Plans one step; see :class:`~control_plane.planner.planning.Planner`. ``why`` says in words
+    why it is not done better."""
     own = np.full(manifest.n_ranks, -1, dtype=np.int64)
     for index, each in enumerate(servers):
         if each.server.in_place_rank is not None:
@@ -56,8 +55,8 @@ def plan(
         forward=tasks,
         backward=tasks,
         mask=shape.mask,
-        planner=NAME,
-        reason="documents stay at home, or go to the least busy server whole",
+        planner=AT_HOME,
+        reason=why,
         forward_forecast=forward,
         backward_forecast=backward,
         tasks_are_valid=True,

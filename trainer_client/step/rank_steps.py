@@ -25,6 +25,7 @@ from attention_node.served_job import JobDescription
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest
+from core_attention.plan import AT_HOME
 from core_attention.step_lane import place_of
 from core_attention.tick import Tick, ticks_of_lane
 from data_plane.buffer_pool import BufferPool
@@ -152,7 +153,7 @@ class RankSteps:
         self._job: JobDescription | None = None
         self._exchanger: Exchanger | None = None
         self._n_joined = 0
-        self._is_at_home = False
+        self._is_at_home = self._was_unplanned = False
         self._running: dict[int, RunningStep] = {}
         self._routes: dict[int, Routes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
@@ -335,6 +336,14 @@ class RankSteps:
         self._carry_out(instructions, connects=True)
         if goes_home:
             self._count_at_home(running)
+        elif planned.plan.planner == AT_HOME and not self._was_unplanned:
+            self._was_unplanned = True
+            logger.warning(
+                "job %s: documents stay at home in step %d, and perhaps in later ones: %s",
+                self._link.job_id,
+                step,
+                planned.plan.reason,
+            )
         return running
 
     def stop(self, running: RunningStep) -> None:

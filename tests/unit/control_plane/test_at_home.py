@@ -26,7 +26,7 @@ CASES = {
 
 
 def planned(manifest: Manifest, servers: Sequence[PlanningServer]) -> Plan:
-    plan = at_home.plan(manifest, servers, SHAPE, PlanningOptions(), epoch=7)
+    plan = at_home.plan(manifest, servers, SHAPE, PlanningOptions(), epoch=7, why="it is tried")
     plan.forward.check(manifest, len(servers))
     return plan
 

@@ -24,7 +24,7 @@ from control_plane.planner import at_home, compiled
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import PlanningOptions
 from core_attention.errors import PlanError
-from core_attention.plan import Plan
+from core_attention.plan import AT_HOME, Plan
 from tests.support.planning_cases import SHAPE, pool, stream_manifest
 from tests.support.waiting import eventually
 
@@ -128,7 +128,7 @@ def test_documents_stay_at_home_where_plans_made_uncompiled_are_slow(
     )
     # The first one may have waited for the process.
     assert [machine.plan() for _ in range(2)] == [compiled_plan] * 2
-    assert machine.plan().planner == at_home.NAME
+    assert machine.plan().planner == AT_HOME
     assert machine.n_asked == 2
 
 
@@ -141,7 +141,7 @@ def test_documents_stay_at_home_where_nothing_plans_uncompiled(machine: Machine)
         return machine.succeeds()
 
     machine.compiles = compiles
-    assert machine.plan().planner == at_home.NAME
+    assert machine.plan().planner == AT_HOME
     assert machine.n_asked == MOST_DEATHS
     go_on.set()
     machine.settle(PlannerState.COMPILED)

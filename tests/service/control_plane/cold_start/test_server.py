@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from control_plane.cold_start.planner import NOTE
-from control_plane.planner import at_home
+from core_attention.plan import AT_HOME
 from distca.contract.codec import plan_from_proto
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2
 from tests.support import service_harness
@@ -60,7 +60,7 @@ def test_it_plans_while_the_planner_compiles(
             children = process.children(recursive=True)
             watcher.cancel()
         # The latter where the process that plans takes long to start.
-        assert plan.reason.endswith(NOTE) or plan.planner == at_home.NAME
+        assert plan.reason.endswith(NOTE) or plan.planner == AT_HOME
         assert len(children) >= 2
     finally:
         process.send_signal(signal.SIGTERM)
