@@ -298,9 +298,7 @@ class Session:
             yield running
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            if isinstance(error, RuntimeError) and not isinstance(error, SessionError):
-                # Of a collective, perhaps, whose other end is gone: then that is the cause.
-                self._link.await_end(self.options.rank)
+            self.await_cause(error)
             raise
         finally:
             current_step.reset(token)
@@ -309,6 +307,11 @@ class Session:
             # A step that failed may have left the device with work that never ends.
             self.report_ended(_DEVICE_SECONDS if running.complete else 0.0)
         running.check_ended()
+
+    def await_cause(self, error: BaseException) -> None:
+        """Raises SessionClosed in the place of an error of a collective whose other end is gone."""
+        if isinstance(error, RuntimeError) and not isinstance(error, SessionError):
+            self._link.await_end(self.options.rank)
 
     def begin(self, step: int) -> RunningStep:
         """Begins a step, which may run beside others that are open, each in nano-batches of its

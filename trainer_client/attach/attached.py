@@ -7,13 +7,16 @@ ends with the backward pass that computes its last gradients, or when its graph 
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +26,7 @@ from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.attach.own_forwards import OwnForwards
 from trainer_client.attach.scalars import balance_of
 from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
-from trainer_client.errors import SessionError
+from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.models.entrance import open_door
 from trainer_client.session import Session
 from trainer_client.session_options import SessionOptions, options_of_environment
@@ -169,6 +172,13 @@ class Attached:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Leaves the job, at its end or with an error."""
+        if self.session is not None and error is not None:
+            with suppress(SessionClosed):
+                self.session.await_cause(error)
         self.close(_reason(error))
 
     def _leave(self, error: str) -> None:
@@ -182,6 +192,7 @@ class Attached:
         if self._closed or self._asleep:
             state = "closed" if self._closed else "asleep; call wake() on all ranks first"
             raise SessionError(f"the attached model is {state}")
+        _Exit.asked = None
         if self._steps is None:
             rank, n_ranks = _place()
             # After a sleep under another name: other ranks may not have left the job yet.
@@ -236,10 +247,15 @@ def log_scalars(
 
 
 class _Exit:
-    """Leaves all jobs when the process ends, or ``torch.distributed`` does. An exit code that is
-    not 0 counts as an error where the model is attached in a block; elsewhere Python forgets it
-    before anything is called."""
+    """Leaves all jobs when the process ends, or ``torch.distributed`` does, with the error if one
+    ends it.
 
+    Python forgets an exit code before anything is called, so each ``sys.exit``, ``exit`` and
+    ``quit`` is noted; the next forward shows that the process went on. A bare ``raise SystemExit``
+    leaves no trace.
+    """
+
+    asked: SystemExit | None = None
     _watched = False
 
     @classmethod
@@ -248,18 +264,34 @@ class _Exit:
         if cls._watched:
             return
         cls._watched = True
+        os.register_at_fork(after_in_child=Attached._all.clear)
+        # At the end of a process of multiprocessing, while the error that ends it is at hand.
+        Finalize(None, cls._leave, exitpriority=0)
         # Nothing public is called before executors are ended, which sessions need to leave.
         untyped: Any = threading
         untyped._register_atexit(cls._leave)
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            if hasattr(module, name):
+                setattr(module, name, cls._noting(getattr(module, name)))
         for module in (dist, dist.distributed_c10d):
             untyped = module
             untyped.destroy_process_group = cls._leaving(module.destroy_process_group)
 
-    @staticmethod
-    def _leave() -> None:
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    @classmethod
+    def _leave(cls) -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None) or cls.asked
         for attached in Attached._all:
-            attached.close(_reason(error))
+            attached._end(error)
+
+    @classmethod
+    def _noting(cls, exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @functools.wraps(exit_)
+        def noted(code: Any = None, /) -> NoReturn:
+            if threading.current_thread() is threading.main_thread():
+                cls.asked = SystemExit(code)
+            exit_(code)
+
+        return noted
 
     @classmethod
     def _leaving(cls, destroy: Callable[..., None]) -> Callable[..., None]:

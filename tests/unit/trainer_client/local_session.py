@@ -142,6 +142,9 @@ class LocalSession:
         self.reported += sorted(step for step in self._ended if step < before)
         self._ended = {step for step in self._ended if step >= before}
 
+    def await_cause(self, error: BaseException) -> None:
+        """Others' processes run."""
+
     def close(self, error: str = "") -> None:
         self.closed_with = error
         self.report_ended()
