@@ -228,7 +228,7 @@ class ControlPlane:
             server_options(self._settings.max_message_bytes), [self._access_interceptor()]
         )
         jobs_pb2_grpc.add_JobsServicer_to_server(
-            JobsService(self.coordinator, self._threads), server
+            JobsService(self.coordinator, self._threads, self._refusals), server
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), server

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -123,7 +123,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         method = handler_call_details.method
         deserializer = functools.partial(_read, method, handler.request_deserializer)
-        if handler.response_streaming:
+        if handler.request_streaming:
+            make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        elif handler.response_streaming:
             make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
             make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
@@ -144,11 +146,20 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             )
         try:
             with self._calls.one_more(caller.label):
+                if hasattr(request, "__aiter__"):
+                    return await behaviour(self._admitted(method, request, caller), context)
                 self._gate.admit(method, request, caller)
                 return await behaviour(request, context)
         except RefusedError as error:
             self._refusals.refused(short_name(method), caller.label, error)
             return await _refuse(context, error)
+
+    async def _admitted(
+        self, method: str, requests: AsyncIterator[Any], caller: Caller
+    ) -> AsyncIterator[Any]:
+        async for request in requests:
+            self._gate.admit(method, request, caller)
+            yield request
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: RefusedError) -> NoReturn:

@@ -27,7 +27,7 @@ _WATCHERS = frozenset({Role.OPERATOR, Role.READ_ONLY})
 
 @dataclass(frozen=True, kw_only=True)
 class MethodPolicy:
-    """A method's callers.
+    """A method's callers; of a stream of requests, each one is held to it.
 
     Attributes:
         roles: who may call it.
@@ -73,14 +73,12 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         ),
         "/distca.v1.Jobs/RenewRank": _of_trainers(),
         "/distca.v1.Jobs/CloseJob": _of_trainers(),
-        "/distca.v1.Jobs/SubmitManifest": _of_trainers(_MANIFEST_BYTES),
-        "/distca.v1.Jobs/WatchRank": _of_trainers(),
+        "/distca.v1.Jobs/WatchRank": _of_trainers(_MANIFEST_BYTES),
         "/distca.v1.Jobs/WatchServer": _SERVERS,
         "/distca.v1.Jobs/ReportStep": MethodPolicy(
             roles=frozenset({Role.TRAINER, Role.SERVER}), token_roles=frozenset({Role.TRAINER})
         ),
         "/distca.v1.Jobs/ReportServerLost": _of_trainers(),
-        "/distca.v1.Jobs/ReportProgress": _of_trainers(),
         "/distca.v1.Jobs/DescribeJob": _READ_JOB,
         "/distca.v1.Jobs/GetStep": _READ_JOB,
         "/distca.v1.Jobs/LocateRanks": _of_trainers(),

@@ -28,6 +28,7 @@ from distca.contract.codec import (
     shape_to_proto,
 )
 from distca.contract.identity import in_place_server_id
+from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
 
 MAX_FIRST_STEP = 2**62
@@ -217,9 +218,9 @@ class Joining:
         )
 
 
-def joining_from_proto(request: jobs_pb2.SubmitManifestRequest) -> Joining:
-    """The way in which the rank of ``request`` joins a step."""
-    joining = request.joining
+def joining_from_proto(message: jobs_pb2.HandIn) -> Joining:
+    """The way in which the rank of a hand-in joins a step."""
+    joining = message.joining
     if joining.first_step >= MAX_FIRST_STEP:
         raise InvalidRequestError(
             f"joining.first_step is {joining.first_step}; valid are 0 to {MAX_FIRST_STEP - 1}"
@@ -227,7 +228,7 @@ def joining_from_proto(request: jobs_pb2.SubmitManifestRequest) -> Joining:
     return Joining(
         sequence=joining.sequence,
         is_awaited=joining.awaited,
-        forward_only=request.forward_only,
+        forward_only=message.forward_only,
         turns=joining.turns or 1,
         first_step=joining.first_step,
         open_places=frozenset(joining.open_places),
@@ -255,6 +256,19 @@ def failed_event(job: Job, step: int, error: str, *, sequence: int) -> bytes:
     return _event(
         step_failed=jobs_pb2.StepFailed(
             job_id=job.job_id, step=step, error=error, sequence=sequence
+        )
+    )
+
+
+def refused_event(message: jobs_pb2.HandIn, error: RefusedError) -> bytes:
+    """A hand-in is not taken."""
+    numbered = message.joining.numbered
+    return _event(
+        hand_in_refused=jobs_pb2.HandInRefused(
+            step=message.manifest.step,
+            sequence=0 if numbered else message.joining.sequence,
+            kind=error.reason.kind,
+            error=plain(str(error), MAX_REASON_CHARACTERS),
         )
     )
 

@@ -32,7 +32,7 @@ class Subscription:
         self._wake = asyncio.Event()
         self._wake.set()
         self._ended = False
-        self._error: RefusedError | None = None
+        self._error: Exception | None = None
 
     @property
     def ended(self) -> bool:
@@ -61,7 +61,7 @@ class Subscription:
         self._queue.clear()
         self.end(RefusedError(Reason.REPLACED, "a newer stream of the same lease took over"))
 
-    def end(self, error: RefusedError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """Ends the stream, with ``error`` if given, after what is queued."""
         if not self._ended:
             self._ended, self._error = True, error

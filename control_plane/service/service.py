@@ -5,13 +5,15 @@ Who may call, and what becomes of a refusal, is the business of :mod:`control_pl
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
 
 from control_plane.access.caller import caller_of
 from control_plane.access.fair_threads import FairThreads
-from control_plane.errors import InvalidRequestError
+from control_plane.errors import InvalidRequestError, RefusedError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.event_streams import RankKey
 from control_plane.jobs.membership import checked_load
@@ -21,11 +23,13 @@ from control_plane.jobs.requests import (
     in_place_server_from_proto,
     joining_from_proto,
     manifest_from_proto,
+    refused_event,
     spec_from_proto,
     status_to_proto,
     step_to_proto,
 )
 from control_plane.jobs.subscriptions import Subscription
+from control_plane.service.refusals import Refusals
 from distca.contract.codec import plan_to_proto
 from distca.contract.identity import Role
 from distca.contract.server_loss import ServerLoss, cause_from_proto
@@ -101,11 +105,13 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     Args:
         coordinator: answers.
         threads: make large messages.
+        refusals: counts what is not taken of a stream that goes on.
     """
 
-    def __init__(self, coordinator: Coordinator, threads: FairThreads) -> None:
+    def __init__(self, coordinator: Coordinator, threads: FairThreads, refusals: Refusals) -> None:
         self._coordinator = coordinator
         self._threads = threads
+        self._refusals = refusals
 
     async def DescribePool(
         self, request: jobs_pb2.DescribePoolRequest, context: Context
@@ -168,28 +174,53 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         self._coordinator.leave_job(request.job_id, request.rank_lease_id, _reason(request.error))
         return jobs_pb2.CloseJobResponse()
 
-    async def SubmitManifest(
-        self, request: jobs_pb2.SubmitManifestRequest, context: Context
-    ) -> jobs_pb2.SubmitManifestResponse:
-        has_manifest = request.HasField("manifest") or not request.HasField("joining")
-        manifest = manifest_from_proto(request.manifest) if has_manifest else None
-        if request.HasField("joining"):
-            self._coordinator.join_step(
-                request.job_id, request.rank_lease_id, joining_from_proto(request), manifest
-            )
+    async def WatchRank(
+        self, requests: AsyncIterator[jobs_pb2.WatchRankRequest], context: Context
+    ) -> None:
+        first = await anext(requests, jobs_pb2.WatchRankRequest())
+        watched = self._coordinator.watch_rank(first.job_id, first.rank_lease_id)
+        taking = asyncio.ensure_future(self._take(requests, watched[1], caller_of(context).label))
+        try:
+            await self._stream(watched, context)
+        finally:
+            taking.cancel()
+
+    async def _take(
+        self,
+        requests: AsyncIterator[jobs_pb2.WatchRankRequest],
+        subscription: Subscription,
+        caller: str,
+    ) -> None:
+        """Takes in what a rank says on its stream, which ends if the rank is not known any more."""
+        try:
+            async for request in requests:
+                try:
+                    self._take_one(request)
+                except RefusedError as error:
+                    if error.reason.status is grpc.StatusCode.NOT_FOUND:
+                        raise
+                    self._refusals.refused("Jobs/WatchRank", caller, error)
+                    if request.hand_in.HasField("manifest"):
+                        subscription.publish(refused_event(request.hand_in, error))
+        except Exception as error:
+            subscription.end(error)
+
+    def _take_one(self, request: jobs_pb2.WatchRankRequest) -> None:
+        job_id, lease_id, hand_in = request.job_id, request.rank_lease_id, request.hand_in
+        if request.WhichOneof("request") == "progress":
+            progress = request.progress
+            self._coordinator.report_progress(job_id, lease_id, progress.epoch, progress.steps)
+            return
+        has_manifest = hand_in.HasField("manifest") or not hand_in.HasField("joining")
+        manifest = manifest_from_proto(hand_in.manifest) if has_manifest else None
+        if hand_in.HasField("joining"):
+            joining = joining_from_proto(hand_in)
+            self._coordinator.join_step(job_id, lease_id, joining, manifest)
         else:
             assert manifest is not None
             self._coordinator.submit_manifest(
-                request.job_id,
-                request.rank_lease_id,
-                manifest,
-                forward_only=request.forward_only,
+                job_id, lease_id, manifest, forward_only=hand_in.forward_only
             )
-        return jobs_pb2.SubmitManifestResponse()
-
-    async def WatchRank(self, request: jobs_pb2.WatchRankRequest, context: Context) -> None:
-        watched = self._coordinator.watch_rank(request.job_id, request.rank_lease_id)
-        await self._stream(watched, context)
 
     async def WatchServer(self, request: jobs_pb2.WatchServerRequest, context: Context) -> None:
         await self._stream(self._coordinator.watch_server(request.lease_id), context)
@@ -237,14 +268,6 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             ),
         )
         return jobs_pb2.ReportServerLostResponse()
-
-    async def ReportProgress(
-        self, request: jobs_pb2.ReportProgressRequest, context: Context
-    ) -> jobs_pb2.ReportProgressResponse:
-        self._coordinator.report_progress(
-            request.job_id, request.rank_lease_id, request.epoch, request.steps
-        )
-        return jobs_pb2.ReportProgressResponse()
 
     async def DescribeJob(
         self, request: jobs_pb2.DescribeJobRequest, context: Context

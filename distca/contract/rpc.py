@@ -226,7 +226,11 @@ class _CallDetails(NamedTuple):
     compression: Any
 
 
-class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _Caller(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+):
     """Gives unary calls a deadline, and all calls the job's token and named errors."""
 
     def __init__(self, settings: RpcSettings, token: Callable[[], bytes]) -> None:
@@ -245,6 +249,8 @@ class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
     ) -> Any:
         call = continuation(self._details(details, details.timeout), request)
         return EventStream(call, _short(details.method), self._settings.address)
+
+    intercept_stream_stream = intercept_unary_stream
 
     def _details(self, details: Any, timeout: float | None) -> _CallDetails:
         token = self._token()

@@ -100,6 +100,11 @@ class Reason(Enum):
         self.status = status
         self.advice = advice
 
+    @classmethod
+    def of(cls, kind: str) -> Reason:
+        """The reason of that :attr:`kind`; OTHER where a newer release knows more."""
+        return next((reason for reason in cls if reason.kind == kind), cls.OTHER)
+
     @property
     def is_away(self) -> bool:
         """Return whether no control plane that leads answers there."""
@@ -112,7 +117,6 @@ class Reason(Enum):
         return self.is_away or self in passing
 
 
-_BY_KIND = {reason.kind: reason for reason in Reason}
 _BY_STATUS = {reason.status: reason for reason in reversed(Reason)}
 
 
@@ -148,8 +152,8 @@ def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
     """The failure that ``error`` of gRPC stands for."""
     status = error.code()
     metadata = dict(error.trailing_metadata() or ())
-    reason = _BY_KIND.get(metadata.get(ERROR_KIND_KEY, ""))
-    if reason is None or reason.status is not status:
+    reason = Reason.of(metadata.get(ERROR_KIND_KEY, ""))
+    if reason.status is not status:
         reason = _BY_STATUS.get(status, Reason.OTHER)
     seconds = metadata.get(RETRY_AFTER_KEY)
     return RpcError(

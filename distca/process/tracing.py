@@ -36,7 +36,6 @@ TRACED_CALLS = (
     "DescribePool",
     "OpenJob",
     "CloseJob",
-    "SubmitManifest",
     "ReportStep",
     "DescribeJob",
     "GetStep",

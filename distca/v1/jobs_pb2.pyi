@@ -172,19 +172,27 @@ class CloseJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SubmitManifestRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "manifest", "forward_only", "joining")
+class WatchRankRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "hand_in", "progress")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    HAND_IN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    hand_in: HandIn
+    progress: Progress
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., hand_in: _Optional[_Union[HandIn, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class HandIn(_message.Message):
+    __slots__ = ("manifest", "forward_only", "joining")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    rank_lease_id: str
     manifest: _plan_pb2.RankManifest
     forward_only: bool
     joining: Joining
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., manifest: _Optional[_Union[_plan_pb2.RankManifest, _Mapping]] = ..., forward_only: bool = ..., joining: _Optional[_Union[Joining, _Mapping]] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[_plan_pb2.RankManifest, _Mapping]] = ..., forward_only: bool = ..., joining: _Optional[_Union[Joining, _Mapping]] = ...) -> None: ...
 
 class Joining(_message.Message):
     __slots__ = ("sequence", "awaited", "round", "closes_round", "first_step", "open_places", "numbered", "turns")
@@ -206,18 +214,6 @@ class Joining(_message.Message):
     turns: int
     def __init__(self, sequence: _Optional[int] = ..., awaited: bool = ..., round: _Optional[int] = ..., closes_round: bool = ..., first_step: _Optional[int] = ..., open_places: _Optional[_Iterable[int]] = ..., numbered: bool = ..., turns: _Optional[int] = ...) -> None: ...
 
-class SubmitManifestResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class WatchRankRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    rank_lease_id: str
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
-
 class WatchServerRequest(_message.Message):
     __slots__ = ("lease_id",)
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -225,20 +221,22 @@ class WatchServerRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class PlanEvent(_message.Message):
-    __slots__ = ("job_opened", "step_planned", "step_failed", "job_closed", "recover", "step_finished")
+    __slots__ = ("job_opened", "step_planned", "step_failed", "job_closed", "recover", "step_finished", "hand_in_refused")
     JOB_OPENED_FIELD_NUMBER: _ClassVar[int]
     STEP_PLANNED_FIELD_NUMBER: _ClassVar[int]
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
     JOB_CLOSED_FIELD_NUMBER: _ClassVar[int]
     RECOVER_FIELD_NUMBER: _ClassVar[int]
     STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    HAND_IN_REFUSED_FIELD_NUMBER: _ClassVar[int]
     job_opened: JobOpened
     step_planned: StepPlanned
     step_failed: StepFailed
     job_closed: JobClosed
     recover: Recover
     step_finished: StepFinished
-    def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ..., recover: _Optional[_Union[Recover, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ...) -> None: ...
+    hand_in_refused: HandInRefused
+    def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ..., recover: _Optional[_Union[Recover, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., hand_in_refused: _Optional[_Union[HandInRefused, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
     __slots__ = ("job_id", "spec", "verification_key", "owner")
@@ -296,6 +294,18 @@ class StepFailed(_message.Message):
     sequence: int
     def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
+class HandInRefused(_message.Message):
+    __slots__ = ("step", "sequence", "kind", "error")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    sequence: int
+    kind: str
+    error: str
+    def __init__(self, step: _Optional[int] = ..., sequence: _Optional[int] = ..., kind: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
 class JobClosed(_message.Message):
     __slots__ = ("job_id", "error")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -346,17 +356,13 @@ class ReportServerLostResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ReportProgressRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "epoch", "steps")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+class Progress(_message.Message):
+    __slots__ = ("epoch", "steps")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    rank_lease_id: str
     epoch: int
     steps: _containers.RepeatedCompositeFieldContainer[StepProgress]
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., epoch: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepProgress, _Mapping]]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepProgress, _Mapping]]] = ...) -> None: ...
 
 class StepProgress(_message.Message):
     __slots__ = ("step", "complete_ticks", "done")
@@ -367,10 +373,6 @@ class StepProgress(_message.Message):
     complete_ticks: _containers.RepeatedScalarFieldContainer[int]
     done: bool
     def __init__(self, step: _Optional[int] = ..., complete_ticks: _Optional[_Iterable[int]] = ..., done: bool = ...) -> None: ...
-
-class ReportProgressResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class DescribeJobRequest(_message.Message):
     __slots__ = ("job_id",)

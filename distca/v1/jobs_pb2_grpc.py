@@ -53,12 +53,7 @@ class JobsStub(object):
                 request_serializer=distca_dot_v1_dot_jobs__pb2.CloseJobRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_jobs__pb2.CloseJobResponse.FromString,
                 _registered_method=True)
-        self.SubmitManifest = channel.unary_unary(
-                '/distca.v1.Jobs/SubmitManifest',
-                request_serializer=distca_dot_v1_dot_jobs__pb2.SubmitManifestRequest.SerializeToString,
-                response_deserializer=distca_dot_v1_dot_jobs__pb2.SubmitManifestResponse.FromString,
-                _registered_method=True)
-        self.WatchRank = channel.unary_stream(
+        self.WatchRank = channel.stream_stream(
                 '/distca.v1.Jobs/WatchRank',
                 request_serializer=distca_dot_v1_dot_jobs__pb2.WatchRankRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_jobs__pb2.PlanEvent.FromString,
@@ -77,11 +72,6 @@ class JobsStub(object):
                 '/distca.v1.Jobs/ReportServerLost',
                 request_serializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostResponse.FromString,
-                _registered_method=True)
-        self.ReportProgress = channel.unary_unary(
-                '/distca.v1.Jobs/ReportProgress',
-                request_serializer=distca_dot_v1_dot_jobs__pb2.ReportProgressRequest.SerializeToString,
-                response_deserializer=distca_dot_v1_dot_jobs__pb2.ReportProgressResponse.FromString,
                 _registered_method=True)
         self.DescribeJob = channel.unary_unary(
                 '/distca.v1.Jobs/DescribeJob',
@@ -141,23 +131,15 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SubmitManifest(self, request, context):
-        """Hands in what one rank holds in a coming step. The plan is made once all ranks have; with
-        `joining` once those have that are to come, and the plan says the step's number.
-        Repeating a call changes nothing. NOT_FOUND: no such job or lease. INVALID_ARGUMENT: the
-        manifest is malformed, or differs from the rank's first one for the step.
-        RESOURCE_EXHAUSTED: too many steps wait for other ranks' manifests.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchRank(self, request, context):
-        """The events of a job for one rank: the job itself, the last step that all have finished, a
-        recovery that waits for this rank's answer, else the planned steps that not all ranks have
-        reported; then what comes. A step may therefore come again to a rank that watches again; it is
-        told by its number and epoch. NOT_FOUND: no such job or lease. ABORTED: a newer stream of the
-        same lease took over. RESOURCE_EXHAUSTED: the reader fell behind; watch again.
+    def WatchRank(self, request_iterator, context):
+        """A rank's stream. Up: first its job and lease, then what it hands in and how far it is, in order.
+        Down: the job itself, the last step that all have finished, a recovery that waits for this
+        rank's answer, else the planned steps that not all ranks have reported; then what comes. A step
+        may therefore come again to a rank that watches again; it is told by its number and epoch.
+        Nothing is acknowledged: a rank that watches again hands in again what is not finished, and
+        repeating that changes nothing. What is not taken is answered by HandInRefused. NOT_FOUND: no
+        such job or lease. ABORTED: a newer stream of the same lease took over. RESOURCE_EXHAUSTED: the
+        reader fell behind; watch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,15 +168,6 @@ class JobsServicer(object):
     def ReportServerLost(self, request, context):
         """A rank tells that it lost a server in the epoch named: the ticks that the server owed are to be
         replayed. Reports of an epoch that is over change nothing. NOT_FOUND: no such job or lease.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReportProgress(self, request, context):
-        """The answer of a rank to Recover: how far it is in every step that is not finished. Answers to a
-        Recover that is over change nothing. NOT_FOUND: no such job or lease. INVALID_ARGUMENT: a step
-        has not one number per nano-batch, or a number of ticks that the job does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,12 +221,7 @@ def add_JobsServicer_to_server(servicer, server):
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.CloseJobRequest.FromString,
                     response_serializer=distca_dot_v1_dot_jobs__pb2.CloseJobResponse.SerializeToString,
             ),
-            'SubmitManifest': grpc.unary_unary_rpc_method_handler(
-                    servicer.SubmitManifest,
-                    request_deserializer=distca_dot_v1_dot_jobs__pb2.SubmitManifestRequest.FromString,
-                    response_serializer=distca_dot_v1_dot_jobs__pb2.SubmitManifestResponse.SerializeToString,
-            ),
-            'WatchRank': grpc.unary_stream_rpc_method_handler(
+            'WatchRank': grpc.stream_stream_rpc_method_handler(
                     servicer.WatchRank,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.WatchRankRequest.FromString,
                     response_serializer=distca_dot_v1_dot_jobs__pb2.PlanEvent.SerializeToString,
@@ -272,11 +240,6 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ReportServerLost,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostRequest.FromString,
                     response_serializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostResponse.SerializeToString,
-            ),
-            'ReportProgress': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReportProgress,
-                    request_deserializer=distca_dot_v1_dot_jobs__pb2.ReportProgressRequest.FromString,
-                    response_serializer=distca_dot_v1_dot_jobs__pb2.ReportProgressResponse.SerializeToString,
             ),
             'DescribeJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeJob,

@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import grpc
@@ -22,9 +24,9 @@ from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PhaseForecast, Plan
 from core_attention.shape import AttentionShape
 from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
-from distca.contract.rpc import EventStream, RpcError, RpcSettings, open_channel
+from distca.contract.rpc import EventStream, Reason, RpcError, RpcSettings, open_channel
 from distca.contract.tokens import JOB_TOKEN_KEY
-from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc, plan_pb2
 from tests.support.waiting import DEADLINE_SECONDS
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
@@ -130,6 +132,7 @@ class Watcher:
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
         self._events: queue.Queue[Any] = queue.Queue()
+        self._refused: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -164,14 +167,58 @@ class Watcher:
     def _read(self) -> None:
         try:
             for event in self._stream:
-                self._events.put(event)
+                is_refusal = event.HasField("hand_in_refused")
+                (self._refused if is_refusal else self._events).put(event)
         except RpcError as error:
-            self._events.put(error)
+            self._end(error)
         else:
-            self._events.put(None)
+            self._end(None)
+
+    def _end(self, error: RpcError | None) -> None:
+        self._events.put(error)
+        self._refused.put(error)
 
 
-class Tokens(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class RankWatcher(Watcher):
+    """A rank's stream, up and down."""
+
+    def __init__(self, jobs: jobs_pb2_grpc.JobsStub, job_id: str, lease: str) -> None:
+        self._own = partial(jobs_pb2.WatchRankRequest, job_id=job_id, rank_lease_id=lease)
+        self._requests: queue.Queue[Any] = queue.Queue()
+        self._requests.put(self._own())
+        super().__init__(jobs.WatchRank(iter(self._requests.get, None)))
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def say(self, **request: Any) -> None:
+        """Returns once the control plane has taken it in, as the refusal of what comes behind it
+        shows; raises its own refusal."""
+        behind = jobs_pb2.HandIn(manifest=plan_pb2.RankManifest(step=2**40))
+        self._requests.put(self._own(**request))
+        self._requests.put(self._own(hand_in=behind))
+        error: RpcError | None = None
+        while (event := self._refused.get(timeout=DEADLINE_SECONDS)) is not None:
+            if isinstance(event, Exception):
+                raise event
+            refused = event.hand_in_refused
+            if refused.step == behind.manifest.step:
+                break
+            error = RpcError(Reason.of(refused.kind), "WatchRank", "", refused.error)
+        if error is not None:
+            raise error
+
+    def cancel(self) -> None:
+        self._requests.put(None)
+        super().cancel()
+
+
+class Tokens(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+):
     """Sends with every call the token of the lease or, if that is unknown, of the job it names:
     one client of a test plays several ranks."""
 
@@ -186,6 +233,10 @@ class Tokens(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
         return continuation(self._with_token(details, request), request)
 
     intercept_unary_stream = intercept_unary_unary
+
+    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        first = next(requests)
+        return continuation(self._with_token(details, first), chain([first], requests))
 
     def _with_token(self, details: Any, request: Any) -> Any:
         names = [getattr(request, name, "") for name in ("rank_lease_id", "lease_id", "job_id")]
@@ -204,6 +255,7 @@ class Client:
         self.tokens = Tokens()
         self.channel = grpc.intercept_channel(open_channel(settings), self.tokens)
         self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
+        self._streams: dict[str, RankWatcher] = {}
         self.membership = membership_pb2_grpc.MembershipStub(self.channel)
 
     def register(self, server_id: str, **changes: Any) -> str:
@@ -261,37 +313,33 @@ class Client:
         self, job_id: str, lease: str, epoch: int, steps: Mapping[int, Sequence[int] | None]
     ) -> None:
         """Answers a recovery: complete ticks by step, None for a step that is done."""
-        self.jobs.ReportProgress(
-            jobs_pb2.ReportProgressRequest(
-                job_id=job_id,
-                rank_lease_id=lease,
-                epoch=epoch,
-                steps=[
-                    jobs_pb2.StepProgress(
-                        step=step,
-                        complete_ticks=[8, 8] if ticks is None else ticks,
-                        done=ticks is None,
-                    )
-                    for step, ticks in steps.items()
-                ],
+        told = [
+            jobs_pb2.StepProgress(
+                step=step, complete_ticks=[8, 8] if ticks is None else ticks, done=ticks is None
             )
-        )
+            for step, ticks in steps.items()
+        ]
+        progress = jobs_pb2.Progress(epoch=epoch, steps=told)
+        self._stream(job_id, lease).say(progress=progress)
 
     def submit(
         self, job_id: str, lease: str, manifest: RankManifest, *, forward_only: bool = False
     ) -> None:
-        self.jobs.SubmitManifest(
-            jobs_pb2.SubmitManifestRequest(
-                job_id=job_id,
-                rank_lease_id=lease,
-                manifest=rank_manifest_to_proto(manifest),
-                forward_only=forward_only,
-            )
-        )
+        message = rank_manifest_to_proto(manifest)
+        self.hand_in(job_id, lease, jobs_pb2.HandIn(manifest=message, forward_only=forward_only))
+
+    def hand_in(self, job_id: str, lease: str, message: jobs_pb2.HandIn) -> None:
+        self._stream(job_id, lease).say(hand_in=message)
 
     def watch_rank(self, job_id: str, lease: str) -> Watcher:
-        request = jobs_pb2.WatchRankRequest(job_id=job_id, rank_lease_id=lease)
-        return Watcher(self.jobs.WatchRank(request))
+        """A new stream, which replaces that on which the rank has handed in before."""
+        stream = self._streams[lease] = RankWatcher(self.jobs, job_id, lease)
+        return stream
+
+    def _stream(self, job_id: str, lease: str) -> RankWatcher:
+        if lease not in self._streams or self._streams[lease].has_ended:
+            self.watch_rank(job_id, lease)
+        return self._streams[lease]
 
     def watch_server(self, lease: str) -> Watcher:
         return Watcher(self.jobs.WatchServer(jobs_pb2.WatchServerRequest(lease_id=lease)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,10 @@ class RankContact(Contact):
 
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, settings: rpc.RpcSettings, token: Callable[[], bytes] = lambda: b"") -> None:
+        self._said: SimpleQueue[jobs_pb2.WatchRankRequest | None] = SimpleQueue()
+        super().__init__(settings, token)
 
     def pool_transports(self) -> list[str]:
         """The transports that the pool's servers use, each once."""
@@ -72,16 +77,22 @@ class RankContact(Contact):
             timeout_seconds=self.renewal_deadline_seconds,
         ).lease_seconds
 
-    def submit(self, handed_in: HandedInStep) -> None:
-        """Hands in a manifest."""
-        request = jobs_pb2.SubmitManifestRequest()
-        # Another contact may be handing in the same.
-        request.CopyFrom(handed_in)
-        self.call(self._jobs.SubmitManifest, self._own(request))
-
     def watch(self) -> None:
-        """Begins the stream of events."""
-        self.events = self._jobs.WatchRank(self._own(jobs_pb2.WatchRankRequest()))
+        """Begins the stream of events, which takes what the rank says."""
+        self.say()
+        self.events = self._jobs.WatchRank(iter(self._said.get, None))
+
+    def say(
+        self, *, hand_in: HandedInStep | None = None, progress: jobs_pb2.Progress | None = None
+    ) -> None:
+        """Says something on the stream, in order; returns at once. Where that has ended it is lost,
+        and the next one begins with it."""
+        self._said.put(self._own(jobs_pb2.WatchRankRequest(hand_in=hand_in, progress=progress)))
+
+    def interrupt(self) -> None:
+        """As of the base; ends the thread of gRPC that waits for something to say."""
+        self._said.put(None)
+        super().interrupt()
 
     def report_step(self, request: jobs_pb2.ReportStepRequest) -> None:
         """Reports what was measured; fills in job and lease."""
@@ -97,11 +108,6 @@ class RankContact(Contact):
             cause=cause_to_proto(loss.cause),
         )
         self.call(self._jobs.ReportServerLost, self._own(request))
-
-    def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
-        """Answers a recovery."""
-        request = jobs_pb2.ReportProgressRequest(epoch=epoch, steps=steps)
-        self.call(self._jobs.ReportProgress, self._own(request))
 
     def leave(self, error: str) -> None:
         """Leaves the job."""

@@ -54,7 +54,7 @@ _FIELDS = {
 
 
 class RankListener(Protocol):
-    """Called on the watching thread, in the order of events; for manifests, on the sending one."""
+    """Called on the watching thread, in the order of events."""
 
     @property
     def epoch(self) -> int:
@@ -72,14 +72,8 @@ class RankListener(Protocol):
     def opened(self, opened: jobs_pb2.JobOpened) -> None:
         """The job is there; called once, before anything else."""
 
-    def is_void(self, handed_in: HandedInStep) -> bool:
-        """Return whether a hand-in needs no number any more."""
-
-    def manifest_taken(self, handed_in: HandedInStep) -> None:
-        """The control plane has a manifest."""
-
-    def manifest_refused(self, handed_in: HandedInStep, why: str) -> None:
-        """The control plane does not take a manifest."""
+    def refused(self, step: int, sequence: int, why: str) -> None:
+        """The control plane does not take a manifest; ``sequence``: of one without a number."""
 
     def planned(self, planned: PlannedStep) -> None:
         """A plan has come, perhaps again."""
@@ -133,7 +127,7 @@ class ControlLink:
         self._outbox = Outbox(self._lifeline)
         self._request = jobs_pb2.OpenJobRequest()
         self._listener: RankListener | None = None
-        self._told = HandedInStep()
+        self._told: HandedInStep | None = None
         self._failure: Exception | None = None
         self._left = self._is_resuming = False
         self._opened = threading.Event()
@@ -195,21 +189,17 @@ class ControlLink:
                 )
 
     def submit(self, handed_in: HandedInStep) -> None:
-        """Hands in a coming step's manifest; the listener receives what becomes of it."""
-        self._outbox.put(
-            "a manifest",
-            lambda contact: self._submit(contact, handed_in),
-            over=lambda: self._present.is_void(handed_in),
-        )
+        """Hands in a coming step's manifest, which the listener has among its own: where the stream
+        ends, the next one begins with them. The listener receives what becomes of it."""
+        contact = self._lifeline.contact
+        if contact is not None:
+            contact.say(hand_in=handed_in)
 
     def tell(self, joining: jobs_pb2.Joining) -> None:
-        """Says that a forward has begun, and where the rank's round is; a later one says it all."""
-        self._told = handed_in = HandedInStep(joining=joining)
-        self._outbox.put(
-            "a round",
-            lambda contact: contact.submit(handed_in),
-            over=lambda: handed_in is not self._told,
-        )
+        """Says that a forward has begun, and where the rank's round is; a later one says it all. A
+        stream that begins learns the last one."""
+        self._told = HandedInStep(joining=joining)
+        self.submit(self._told)
 
     def report(self, step: int, measurement: StepNews) -> None:
         """Sends what the rank or its in-place server measured in a step, that the rank gave it up,
@@ -230,12 +220,10 @@ class ControlLink:
         )
 
     def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
-        """Answers a recovery; never blocks."""
-        self._outbox.put(
-            f"the progress for recovery {epoch}",
-            lambda contact: contact.report_progress(epoch, steps),
-            over=lambda: self._present.epoch > epoch,
-        )
+        """Answers a recovery; never blocks. A stream that begins asks again."""
+        contact = self._lifeline.contact
+        if contact is not None:
+            contact.say(progress=jobs_pb2.Progress(epoch=epoch, steps=steps))
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far."""
@@ -348,29 +336,17 @@ class ControlLink:
         return contact
 
     def _resume(self, contact: RankContact) -> None:
-        """Opens the job again, and hands a control plane that may know nothing the steps."""
+        """Opens the job again, at a control plane that may know nothing."""
         request = jobs_pb2.OpenJobRequest()
         request.CopyFrom(self._request)
         self._is_resuming = True
         request.resume.job_id, request.resume.epoch = self.job_id, self._present.epoch
         self.token = contact.join(request)
-        for handed_in in self._present.manifests():
-            self._submit(contact, handed_in)
 
     @property
     def _present(self) -> RankListener:
         assert self._listener is not None
         return self._listener
-
-    def _submit(self, contact: RankContact, handed_in: HandedInStep) -> None:
-        try:
-            contact.submit(handed_in)
-        except rpc.RpcError as error:
-            if contact.is_lost_by(error):
-                raise
-            self._present.manifest_refused(handed_in, f"the manifest was refused: {error}")
-        else:
-            self._present.manifest_taken(handed_in)
 
     def _leave(self, contact: RankContact, error: str) -> None:
         self._lifeline.expects_end = True
@@ -386,11 +362,23 @@ class ControlLink:
                 if not self._opened.is_set():
                     listener.opened(event.job_opened)
                     self._opened.set()
+                else:
+                    # Before it can ask how far the rank is.
+                    for handed_in in (*listener.manifests(), self._told):
+                        if handed_in is not None:
+                            self.submit(handed_in)
             case "step_planned":
                 listener.planned(_planned_from_proto(event.step_planned))
             case "step_failed":
                 failed = event.step_failed
                 listener.failed(failed.step, failed.error, failed.sequence)
+            case "hand_in_refused":
+                refused = event.hand_in_refused
+                error = rpc.RpcError(
+                    rpc.Reason.of(refused.kind), "WatchRank", self._settings.address, refused.error
+                )
+                why = f"the manifest was refused: {error}"
+                listener.refused(refused.step, refused.sequence, why)
             case "recover":
                 recover = event.recover
                 listener.recover(recover.epoch, recover.lost_server_ids, recover.reason)

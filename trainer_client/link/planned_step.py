@@ -15,13 +15,8 @@ from core_attention.step_lane import placed
 from distca.contract.codec import rank_manifest_from_proto, rank_manifest_to_proto
 from distca.v1 import jobs_pb2
 
-HandedInStep = jobs_pb2.SubmitManifestRequest
-"""A manifest that the control plane may ask for again; without job and lease."""
-
-
-def sequence_of(handed_in: HandedInStep) -> int:
-    """The count of this hand-in of the rank, if it has no number so far; else 0."""
-    return 0 if handed_in.joining.numbered else handed_in.joining.sequence
+HandedInStep = jobs_pb2.HandIn
+"""A manifest that the control plane may have to get again."""
 
 
 def numbered(handed_in: HandedInStep, step: int) -> HandedInStep:

@@ -36,7 +36,6 @@ class _Step(Generic[Manifest, Plan, Cause]):
         manifest: that was handed in; None once the step was refused, or if the rank has not joined
             it.
         sequence: which hand-in it was, if it was handed in without a number; else 0.
-        is_taken: the control plane has it.
         refusal: why it gets no plan, until that was read; empty if nothing speaks against it.
         outline: of its plan that counts; None if there is none.
         running: from its beginning on.
@@ -44,7 +43,6 @@ class _Step(Generic[Manifest, Plan, Cause]):
 
     manifest: Manifest | None = None
     sequence: int = 0
-    is_taken: bool = False
     refusal: str = ""
     outline: PlanOutline[Plan] | None = None
     running: StepMachine[Plan, Cause] | None = None
@@ -116,19 +114,10 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         known = self._steps.get(step)
         return known is not None and (known.manifest is not None or bool(known.refusal))
 
-    def is_taken(self, step: int) -> bool:
-        """Return whether the control plane has the manifest of ``step``."""
-        known = self._steps.get(step)
-        return known is not None and known.is_taken
-
     def manifest_of(self, step: int) -> Manifest | None:
         """The manifest of a step; None if it was refused, or is not known."""
         known = self._steps.get(step)
         return None if known is None else known.manifest
-
-    def hand_in_taken(self, sequence: int) -> bool:
-        """Return whether the control plane has the hand-in ``sequence``, without a number."""
-        return sequence in self._joining and self._joining[sequence].is_taken
 
     def number_of(self, sequence: int) -> int | None:
         """The number of a hand-in; None if it has none yet."""
@@ -185,7 +174,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     def hand_in(self, number: int, manifest: Manifest) -> None:
         """The training loop has submitted a step."""
         step = self._known(number)
-        step.manifest, step.is_taken, step.refusal = manifest, False, ""
+        step.manifest, step.refusal = manifest, ""
 
     def join(self, sequence: int, manifest: Manifest) -> None:
         """The training loop has handed in a step without a number."""
@@ -206,18 +195,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         void when this one came."""
         self._joining = {other: step for other, step in self._joining.items() if other > sequence}
         step = self._known(number)
-        step.manifest, step.sequence, step.is_taken = manifest, sequence, True
+        step.manifest, step.sequence = manifest, sequence
 
     def numbered_late(self, sequence: int, number: int) -> None:
         """The control plane has numbered a hand-in that was void, or ran at home under another
         number: see :meth:`void_before`."""
         if number not in self._steps and number > self._finished:
             self._steps[number] = _Step(sequence=sequence)
-
-    def take_hand_in(self, sequence: int) -> None:
-        """The control plane has a hand-in."""
-        if sequence in self._joining:
-            self._joining[sequence].is_taken = True
 
     def refuse_hand_in(self, sequence: int, why: str) -> Instructions[Plan, Cause]:
         """A hand-in gets no plan."""
@@ -230,16 +214,11 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         step = self._joining.get(sequence)
         return "" if step is None else step.refusal
 
-    def manifest_taken(self, step: int) -> None:
-        """The control plane has the manifest of a step."""
-        if step in self._steps:
-            self._steps[step].is_taken = True
-
     def refuse(self, number: int, why: str) -> Instructions[Plan, Cause]:
         """The step has no plan and will get none, unless it is handed in again."""
         step = self._steps.get(number)
         if step is not None and step.manifest is not None:
-            step.manifest, step.is_taken, step.outline, step.refusal = None, False, None, why
+            step.manifest, step.outline, step.refusal = None, None, why
         return []
 
     def step_failed(self, step: int, why: str) -> Instructions[Plan, Cause]:

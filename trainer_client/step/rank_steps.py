@@ -37,12 +37,7 @@ from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
 from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.link.control_link import ControlLink
-from trainer_client.link.planned_step import (
-    HandedInStep,
-    PlannedStep,
-    numbered,
-    sequence_of,
-)
+from trainer_client.link.planned_step import HandedInStep, PlannedStep, numbered
 from trainer_client.machine.instructions import (
     AbandonOwnServer,
     CloseConnections,
@@ -207,7 +202,7 @@ class RankSteps:
         planned = self._wait_for(
             lambda: self._plan_of(step), lambda: self._planned_at_home(step), timeout_seconds
         )
-        return planned or self._not_ready(step, self._machine.is_taken(step), timeout_seconds)
+        return planned or self._not_ready(step, timeout_seconds)
 
     def wait_joined(self, sequence: int, timeout_seconds: float) -> PlannedStep:
         """The plan of a hand-in without a number; as :meth:`wait_plan`."""
@@ -224,9 +219,9 @@ class RankSteps:
             step = self._machine.number_of(sequence)
             return self._numbered_at_home(sequence) if step is None else self._planned_at_home(step)
 
-        planned = self._wait_for(plan, go_home, timeout_seconds)
-        taken = self._machine.hand_in_taken(sequence)
-        return planned or self._not_ready(None, taken, timeout_seconds)
+        return self._wait_for(plan, go_home, timeout_seconds) or self._not_ready(
+            None, timeout_seconds
+        )
 
     def void_before(self, sequence: int) -> list[PlannedStep]:
         """The plans of hand-ins before ``sequence`` that were not begun, in order."""
@@ -261,10 +256,8 @@ class RankSteps:
         self._link.check()
         return None
 
-    def _not_ready(self, step: int | None, taken: bool, timeout_seconds: float) -> NoReturn:
+    def _not_ready(self, step: int | None, timeout_seconds: float) -> NoReturn:
         which = "the open step" if step is None else f"step {step}"
-        if not taken:
-            raise PlanNotReady(f"{which}: the manifest was not taken in {timeout_seconds:g} s")
         raise PlanNotReady(
             f"{which}: no plan in {timeout_seconds:g} s; {self._link.who_is_late(step)}"
         )
@@ -484,26 +477,12 @@ class RankSteps:
         )
         self._in_place.open_job(self._job)
 
-    def is_void(self, handed_in: HandedInStep) -> bool:
-        """Return whether a hand-in needs no number any more."""
-        sequence = sequence_of(handed_in)
-        with self.lock:
-            return bool(sequence) and self._machine.joining(sequence) is None
-
-    def manifest_taken(self, handed_in: HandedInStep) -> None:
-        """The control plane has a manifest."""
-        with self.lock:
-            if sequence := sequence_of(handed_in):
-                self._machine.take_hand_in(sequence)
-            else:
-                self._machine.manifest_taken(handed_in.manifest.step)
-
-    def manifest_refused(self, handed_in: HandedInStep, why: str) -> None:
+    def refused(self, step: int, sequence: int, why: str) -> None:
         """The control plane does not take a manifest."""
-        if sequence := sequence_of(handed_in):
+        if sequence:
             self._post(self._machine.refuse_hand_in, sequence, why)
         else:
-            self._post(self._machine.refuse, handed_in.manifest.step, why)
+            self._post(self._machine.refuse, step, why)
 
     def planned(self, planned: PlannedStep) -> None:
         """A plan has come, for a step to come or for one that is under way."""

@@ -35,4 +35,4 @@ def test_a_step_is_one_trace_of_control_plane_trainers_and_nodes(
             span.attributes["distca.phase"] for span in trace if span.name == "distca.tick"
         } == {"forward", "backward"}
     calls = {span.name for span in collector.spans if span.name.startswith("/distca.v1.")}
-    assert "/distca.v1.Jobs/SubmitManifest" in calls
+    assert "/distca.v1.Jobs/OpenJob" in calls

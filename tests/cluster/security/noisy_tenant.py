@@ -74,7 +74,9 @@ def main() -> None:
             spec.name = f"noisy-{index}"
             jobs.append(client.open(0, spec))
         unread = [
-            client.jobs.WatchRank(jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease))
+            client.jobs.WatchRank(
+                iter([jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease)])
+            )
             for job, lease in jobs
         ]
         over = threading.Event()

@@ -86,16 +86,11 @@ class Rank:
         manifest = RankManifest.from_lengths(0, self.rank, [[30 + self.rank], []])
         if step is not None:
             manifest = placed(manifest, step, 1)
-        client.jobs.SubmitManifest(
-            jobs_pb2.SubmitManifestRequest(
-                job_id=self.job_id,
-                rank_lease_id=self.lease,
-                manifest=rank_manifest_to_proto(manifest),
-                joining=jobs_pb2.Joining(
-                    sequence=sequence, awaited=True, numbered=step is not None, **fields
-                ),
-            )
+        joining = jobs_pb2.Joining(
+            sequence=sequence, awaited=True, numbered=step is not None, **fields
         )
+        message = jobs_pb2.HandIn(manifest=rank_manifest_to_proto(manifest), joining=joining)
+        client.hand_in(self.job_id, self.lease, message)
 
     def _metadata(self) -> list[tuple[str, bytes]]:
         return [("distca-job-token-bin", self.token)] if self.token else []
@@ -158,6 +153,7 @@ def test_steps_that_ranks_join_keep_their_numbers_under_another_control_plane(
         watchers = [rank.watch(client) for rank in ranks]
         for rank in ranks:
             rank.join(client, 1)
+        for rank in ranks:
             rank.join(client, 1)
         ranks[0].join(client, 2)
         for sequence in (1, 2):

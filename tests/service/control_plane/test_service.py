@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from control_plane.planner.planning import PlanningOptions
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan
 from distca.contract import rpc
-from distca.contract.codec import plan_from_proto, plan_to_proto
+from distca.contract.codec import plan_from_proto, plan_to_proto, rank_manifest_to_proto
 from distca.contract.tokens import KEY_BYTES
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
 from tests.support.errors import fails
@@ -449,13 +450,16 @@ def test_reader_that_falls_behind_is_dropped_and_may_watch_again() -> None:
     ):
         client.register("s0")
         job_id, leases = open_pair(client)
-        request = jobs_pb2.WatchRankRequest(job_id=job_id, rank_lease_id=leases[0])
-        stuck = client.jobs.WatchRank(request)
+        own = partial(jobs_pb2.WatchRankRequest, job_id=job_id, rank_lease_id=leases[0])
+        said: SimpleQueue[Any] = SimpleQueue()
+        said.put(own())
+        stuck = client.jobs.WatchRank(iter(said.get, None))
         next(stuck)
         # Slices of a few hundred kilobytes fill the connection's window within a few steps.
         segments = tuple(Segment(i, 1, 0, 1) for i in range(20_000))
         for step in range(40):
-            client.submit(job_id, leases[0], RankManifest(step, 0, (segments, ())))
+            manifest = rank_manifest_to_proto(RankManifest(step, 0, (segments, ())))
+            said.put(own(hand_in=jobs_pb2.HandIn(manifest=manifest)))
             client.submit(job_id, leases[1], RankManifest(step, 1, ((), ())))
             for rank in (0, 1):
                 eventually(partial(is_planned, client, job_id, step))

@@ -93,7 +93,7 @@ def test_every_status_has_an_error_that_names_method_address_and_what_to_do(
     assert caught.value.reason is expected
     assert str(caught.value) == (f"DescribeJob at {address}: the server's words; {expected.advice}")
     with open_channel(RpcSettings(address=address)) as channel:
-        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(iter([jobs_pb2.WatchRankRequest()]))
         next(stream)
         with pytest.raises(rpc.RpcError) as caught:
             next(stream)
@@ -118,7 +118,7 @@ def test_cancelled_stream_frees_its_reader(scripted: tuple[Scripted, str]) -> No
     release = threading.Event()
     service.behave = lambda context: release.wait(10)
     with open_channel(RpcSettings(address=address)) as channel:
-        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(iter([jobs_pb2.WatchRankRequest()]))
         next(stream)
         threading.Timer(0.1, stream.cancel).start()
         with fails(rpc.Reason.CANCELLED):
@@ -175,7 +175,7 @@ def test_idle_stream_lives_on_pings_that_the_server_permits(
     server.start()
     settings = RpcSettings(address=f"127.0.0.1:{port}", keepalive_seconds=1.0)
     with open_channel(settings) as channel:
-        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(iter([jobs_pb2.WatchRankRequest()]))
         if permitting:
             assert len(list(stream)) == 1
         else:

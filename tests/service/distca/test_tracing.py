@@ -105,7 +105,7 @@ def test_a_real_steps_plan_and_calls_are_traced_and_leases_and_streams_are_not(s
     (publish,) = found["distca.publish"]
     assert publish.parent.span_id == plan.context.span_id
     assert plan.attributes["distca.planner"]
-    for method in ("Membership/RegisterServer", "Jobs/OpenJob", "Jobs/SubmitManifest"):
+    for method in ("Membership/RegisterServer", "Jobs/OpenJob"):
         both = [s for name in found if name.endswith(method) for s in found[name]]
         assert sorted(span.kind.name for span in both) == ["CLIENT", "SERVER"], method
         assert len({span.context.trace_id for span in both}) == 1

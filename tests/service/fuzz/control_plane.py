@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -127,7 +127,7 @@ class InProcess:
         interceptor = AccessInterceptor(gate, CallsInFlight(10**6), refusals, connections)
         recorder: Any = _Recorder()
         jobs_pb2_grpc.add_JobsServicer_to_server(
-            JobsService(self.coordinator, FairThreads(1, "messages")), recorder
+            JobsService(self.coordinator, FairThreads(1, "messages"), refusals), recorder
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), recorder
@@ -199,13 +199,9 @@ class InProcess:
         for step in range(2):
             for rank, (job, lease, token) in enumerate(ranks):
                 manifest = rank_manifest_to_proto(rank_manifest(step, rank))
-                self.good(
-                    "/distca.v1.Jobs/SubmitManifest",
-                    jobs_pb2.SubmitManifestRequest(
-                        job_id=job, rank_lease_id=lease, manifest=manifest
-                    ),
-                    token,
-                )
+                request = jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease)
+                request.hand_in.manifest.CopyFrom(manifest)
+                self.good("/distca.v1.Jobs/WatchRank", request, token)
         self._wait_until(lambda: self.coordinator.job(ranks[0][0]).planned_step == 1)
         for rank, (job, lease, token) in enumerate(ranks):
             request = jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease)
@@ -244,6 +240,11 @@ class InProcess:
         self._watch(handler, request, context, lambda: len(planned()) == 2)
         return planned()
 
+    async def _twice(self, request: Any) -> AsyncIterator[Any]:
+        """A stream of requests: what the first one says beside the names is not looked at."""
+        yield request
+        yield request
+
     def _watch(
         self,
         handler: Any,
@@ -254,7 +255,11 @@ class InProcess:
         """The events that are there at once, or once it ``has_all``; then the reader goes."""
 
         async def read() -> None:
-            task = asyncio.ensure_future(handler.unary_stream(request, context))
+            if handler.request_streaming:
+                answer = handler.stream_stream(self._twice(request), context)
+            else:
+                answer = handler.unary_stream(request, context)
+            task = asyncio.ensure_future(answer)
             for _ in range(4):
                 await asyncio.sleep(0)
             for _ in range(2000):
@@ -353,20 +358,26 @@ def template(method: str, served: Members, rng: random.Random) -> Any:
             if rng.random() < 0.2:
                 request.resume.job_id = rng.choice(served.jobs)
                 request.resume.epoch = rng.choice((0, 5, 2**50))
-        case "SubmitManifest":
+        case "WatchRank" if rng.random() < 0.3:
+            request.progress.epoch = rng.choice((0, 1, 2, 2**40))
+            for step in range(rng.randrange(3)):
+                ticks = [rng.randrange(9), rng.randrange(9)]
+                request.progress.steps.add(step=step, complete_ticks=ticks)
+        case "WatchRank":
+            hand_in = request.hand_in
             manifest = rank_manifest(rng.randrange(6), rng.randrange(2))
-            request.manifest.CopyFrom(rank_manifest_to_proto(manifest))
+            hand_in.manifest.CopyFrom(rank_manifest_to_proto(manifest))
             if rng.random() < 0.5:
                 lengths = [[9, 5], [3] * rng.randrange(2)]
                 whole = RankManifest.from_lengths(rng.randrange(6), rng.randrange(2), lengths)
-                request.manifest.CopyFrom(rank_manifest_to_proto(whole))
-                request.joining.sequence = rng.choice((0, 1, 2, 2**63))
-                request.joining.awaited = rng.random() < 0.5
-                request.joining.numbered = rng.random() < 0.3
-                request.joining.first_step = rng.choice((0, 3, 2**61, 2**63))
-                request.joining.open_places.extend(range(rng.randrange(3)))
+                hand_in.manifest.CopyFrom(rank_manifest_to_proto(whole))
+                hand_in.joining.sequence = rng.choice((0, 1, 2, 2**63))
+                hand_in.joining.awaited = rng.random() < 0.5
+                hand_in.joining.numbered = rng.random() < 0.3
+                hand_in.joining.first_step = rng.choice((0, 3, 2**61, 2**63))
+                hand_in.joining.open_places.extend(range(rng.randrange(3)))
                 if rng.random() < 0.5:
-                    request.joining.round = rng.choice((0, 1, 2**63))
+                    hand_in.joining.round = rng.choice((0, 1, 2**63))
         case "ReportStep" if rng.random() < 0.5:
             request.server.server_id = "server-1"
             request.server.forward_busy_seconds.extend((1.0, 2.0))
@@ -374,9 +385,6 @@ def template(method: str, served: Members, rng: random.Random) -> Any:
         case "ReportStep":
             request.rank.rank = rng.randrange(2)
             request.rank.step_seconds = 1.0
-        case "ReportProgress":
-            for step in range(rng.randrange(3)):
-                request.steps.add(step=step, complete_ticks=[rng.randrange(9), rng.randrange(9)])
         case "LocateRanks":
             request.ranks.extend(rng.choice((0, 1, 7, 2**32 - 1)) for _ in range(rng.randrange(4)))
         case "Heartbeat":

@@ -174,7 +174,7 @@ def test_manifests_of_a_tenant_are_bounded_over_all_its_jobs(
     large = rank_manifest(step, 0, lengths=[[1] * 500, [500]])
     with fails(rpc.Reason.QUOTA):
         greedy.submit(*jobs[0], large)
-    assert refused(control_plane, "Jobs/SubmitManifest", "quota") >= 1
+    assert refused(control_plane, "Jobs/WatchRank", "quota") >= 1
     job, lease = calm.open(0, job_spec("calm"))
     calm.submit(job, lease, rank_manifest(0, 0))
     calm.close_job(job, lease, "done")

@@ -37,7 +37,7 @@ def control_plane(pki: Pki) -> Iterator[TimedControlPlane]:
     [
         (Role.SERVER, "/distca.v1.Membership/Heartbeat"),
         (Role.SERVER, "/distca.v1.Membership/RegisterServer"),
-        (Role.TRAINER, "/distca.v1.Jobs/SubmitManifest"),
+        (Role.TRAINER, "/distca.v1.Jobs/ReportStep"),
         (Role.TRAINER, "/distca.v1.Jobs/OpenJob"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_request_beyond_grpcs_own_limit_is_refused(control_plane: ControlPlane
         **pki.issue(Role.TRAINER, "huge").for_client(),
     )
     with open_channel(settings) as channel:
-        call = channel.unary_unary("/distca.v1.Jobs/SubmitManifest")
+        call = channel.unary_unary("/distca.v1.Jobs/OpenJob")
         with fails(rpc.Reason.TOO_LARGE):
             call(bytes(rpc.DEFAULT_MAX_MESSAGE_BYTES + 1), timeout=30.0)
 

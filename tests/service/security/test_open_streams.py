@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -146,13 +145,10 @@ def test_streams_that_nobody_reads_are_few(control_plane: ControlPlane, pki: Pki
         request = jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease).SerializeToString()
         token = base64.b64encode(client.tokens.of[job])
         with raw_client(control_plane.address, hoarder, window_bytes=0) as raw:
-            steps = itertools.count()
 
             def hoard() -> None:
                 stream = raw.call(WATCH_RANK, request, distca_job_token_bin=token)
                 assert raw.is_answered(stream)
-                # Waits behind what nobody takes.
-                client.submit(job, lease, rank_manifest(next(steps), 0))
 
             def is_refused() -> bool:
                 watcher = client.watch_rank(job, lease)

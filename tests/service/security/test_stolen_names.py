@@ -131,11 +131,11 @@ def has_lost(watcher: Watcher, job_id: str) -> None:
 def calls_about(client: Client, rank: Rank) -> list[Callable[[], object]]:
     """What a rank may ask about its job."""
     job = {"job_id": rank.job_id}
-    watch = jobs_pb2.WatchRankRequest(**job, rank_lease_id=rank.lease)
+    watch = jobs_pb2.WatchRankRequest(job_id=rank.job_id, rank_lease_id=rank.lease)
     return [
         lambda: client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(**job)),
         lambda: client.jobs.GetStep(jobs_pb2.GetStepRequest(**job, step=0)),
-        lambda: next(client.jobs.WatchRank(watch)),
+        lambda: next(client.jobs.WatchRank(iter([watch]))),
         lambda: client.close_job(rank.job_id, rank.lease, "mine"),
     ]
 

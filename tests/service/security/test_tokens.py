@@ -30,12 +30,9 @@ CALLS: dict[str, Call] = {
     "Jobs/RenewRank": lambda client, job, lease, with_token: client.jobs.RenewRank(
         jobs_pb2.RenewRankRequest(job_id=job, rank_lease_id=lease), **with_token
     ),
-    "Jobs/SubmitManifest": lambda client, job, lease, with_token: client.jobs.SubmitManifest(
-        jobs_pb2.SubmitManifestRequest(job_id=job, rank_lease_id=lease), **with_token
-    ),
     "Jobs/WatchRank": lambda client, job, lease, with_token: next(
         client.jobs.WatchRank(
-            jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease), **with_token
+            iter([jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease)]), **with_token
         )
     ),
     "Jobs/ReportStep": lambda client, job, lease, with_token: client.jobs.ReportStep(

@@ -96,6 +96,10 @@ class TalkingRank:
             jobs_pb2.RankMeasurement(rank=self.rank, step_seconds=1.0, wait_seconds=0.1, tokens=10),
         )
 
+    def break_stream(self) -> None:
+        """What it says from now on is lost, until it has another one."""
+        self.link._lifeline.present().interrupt()
+
     def receives(self, what: Any, times: int = 1) -> None:
         """Waits until something has come."""
         eventually(lambda: self.received.count(what) >= times)

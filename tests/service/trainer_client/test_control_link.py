@@ -98,6 +98,19 @@ def test_recovery_asks_for_progress_and_brings_new_plans(
             assert rank.wait(1).plan.epoch == epoch + 1
 
 
+def test_what_is_said_while_a_stream_breaks_is_said_on_the_next(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    client.register("s0")
+    with ranks_of(control_plane.address) as ranks:
+        for step in range(3):
+            for rank in ranks:
+                rank.break_stream()
+            submit_all(ranks, step)
+            assert [rank.wait(step).at_home for rank in ranks] == [False, False]
+            eventually(lambda: all(rank.link.connected for rank in ranks))
+
+
 def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "state_dir": tmp_path,
@@ -125,6 +138,7 @@ def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path
                 client_of(first.address) as client,
             ):
                 client.register("s0")
+                eventually(lambda: not any(rank.link.away_seconds for rank in ranks))
                 for rank in ranks:
                     new = rank.wait(2)
                     assert new.plan.epoch > old.plan.epoch

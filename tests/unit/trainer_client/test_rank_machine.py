@@ -129,14 +129,11 @@ def answer(done: Done) -> dict[int, tuple[tuple[int, ...], bool]]:
 def test_a_refused_step_is_refused_once_and_may_be_handed_in_again() -> None:
     rank = Rank()
     rank.hand_in(3)
-    rank.machine.manifest_taken(3)
-    assert rank.machine.is_taken(3)
     rank.machine.refuse(3, "no server")
     rank.machine.refuse(8, "another rank's step")
     assert rank.machine.is_known(3)
     assert not rank.machine.is_known(8)
     assert rank.machine.manifests == []
-    assert not rank.machine.is_taken(3)
     assert rank.machine.take_refusal(3) == "no server"
     assert rank.machine.take_refusal(3) == ""
     assert not rank.machine.is_known(3)
