@@ -109,6 +109,8 @@ class Coordinator:
             on_planned=self._planned,
         )
         self._isolation = IsolationDetector(lease_seconds=settings.lease_seconds, now=clock())
+        # Jobs whose ranks have handed in something that has not been looked at.
+        self._handed_in: set[str] = set()
         # Jobs whose open step is looked at again when its deadline has passed.
         self._joining: dict[str, asyncio.TimerHandle] = {}
         self._recoveries = Recoveries(
@@ -329,7 +331,7 @@ class Coordinator:
         self._jobs.make_room(job.owner, kept_bytes(manifest))
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
         self._metrics.jobs.manifest_received(job)
-        self._advance(job)
+        self._advance_soon(job)
 
     def join_step(
         self, job_id: str, lease_id: str, joining: Joining, manifest: RankManifest | None
@@ -355,7 +357,7 @@ class Coordinator:
             else:
                 job.join_step(lease_id, joining.hand_in(manifest, now), now=now)
             self._metrics.jobs.manifest_received(job)
-        self._advance(job)
+        self._advance_soon(job)
 
     def locate_ranks(self, job_id: str, lease_id: str, ranks: Iterable[int]) -> dict[int, Member]:
         """The in-place servers of some of a job's ranks, for another rank of it; without ranks that
@@ -649,6 +651,17 @@ class Coordinator:
 
     def _pool_jobs(self) -> list[Job]:
         return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
+
+    def _advance_soon(self, job: Job) -> None:
+        """As :meth:`_advance`, once for all hand-ins that have come by now: many come at a time."""
+        if job.job_id not in self._handed_in:
+            self._handed_in.add(job.job_id)
+            asyncio.get_running_loop().call_soon(self._advance_now, job)
+
+    def _advance_now(self, job: Job) -> None:
+        self._handed_in.discard(job.job_id)
+        if job.closed is None:
+            self._advance(job)
 
     def _advance(self, job: Job) -> None:
         """Has the decided steps of ``job`` planned or reported as failed."""
