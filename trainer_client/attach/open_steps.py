@@ -89,13 +89,15 @@ class OpenSteps:
         self._ended: list[RunningStep] = []
         self._round = _Round()
         self._follows_loader = False
+        # A forward has come, and nobody has asked for its plan.
+        self._is_planning = False
         # Handed in before its forward: which hand-in, and the lengths.
         self._early: tuple[int, list[int]] | None = None
         fetched.watchers.append(self._hand_in_early)
 
     def begin(self, lengths: Sequence[int], is_last: bool | None) -> list[Lane]:
-        """Plans a step with documents of these lengths on this rank; returns its lanes with rows,
-        or the first one.
+        """Has a step planned with documents of these lengths on this rank; returns its lanes with
+        rows, or the first one. A single lane waits for the plan, several have it.
 
         Args:
             lengths: of the documents, in packed order.
@@ -116,14 +118,23 @@ class OpenSteps:
             session.tell(self._joining(sequence))
         else:
             sequence = self._join(wanted, self._joining(), forward_only=not with_gradients)
-        running = session.begin_joined(sequence)
-        place = place_of(running.step, session.options.n_nano_batches, self._turns)
-        running.on_complete = functools.partial(self._completed, place)
-        self._steps[place] = _OpenStep(running, bool(is_last))
-        self._hand_in_early()
-        own = range(place * self._turns, (place + 1) * self._turns)
+        self._is_planning = True
+        lane = Lane(functools.partial(self._begin_step, sequence, bool(is_last)))
+        if self._turns == 1:
+            return [lane]
+        running, own = lane.running, range(lane.nano_batch, lane.nano_batch + self._turns)
         held = [nano_batch for nano_batch in own if running.n_rows(nano_batch)]
-        return [Lane(running, nano_batch) for nano_batch in held or own[:1]]
+        return [Lane.of(running, each) for each in held or own[:1]]
+
+    def _begin_step(self, sequence: int, is_last: bool) -> tuple[RunningStep, int]:
+        """Begins the step that a hand-in has joined; returns it with its first nano-batch."""
+        running = self.session.begin_joined(sequence)
+        place = place_of(running.step, self.session.options.n_nano_batches, self._turns)
+        running.on_complete = functools.partial(self._completed, place)
+        self._steps[place] = _OpenStep(running, is_last)
+        self._is_planning = False
+        self._hand_in_early()
+        return running, place * self._turns
 
     def begin_without_rows(self, is_last: bool | None) -> None:
         """A forward begins that has no documents: others do not wait for it."""
@@ -138,7 +149,10 @@ class OpenSteps:
         self._round.ends()
 
     def returned(self, lanes: Sequence[Lane], *, failed: bool) -> None:
-        """The forward pass of a step is over."""
+        """The forward pass of a step is over. One that failed before its step began leaves a
+        hand-in, which the next one makes void."""
+        if failed and not lanes[0].has_begun:
+            return
         running = lanes[0].running
         self._steps[lanes[0].nano_batch // self._turns].has_returned = True
         try:
@@ -169,7 +183,8 @@ class OpenSteps:
         planned with a step that it runs only when they have come to a collective behind theirs."""
         lengths = fetched.next
         knows = self._round.is_known or self.session.options.n_ranks == 1
-        has_room = self._early is None and len(self._steps) < self._n_places
+        is_free = self._early is None and not self._is_planning
+        has_room = is_free and len(self._steps) < self._n_places
         if lengths and knows and has_room and self._follows_loader:
             joining = self._joining(awaited=False)
             self._early = self._join(lengths, joining, forward_only=False), lengths

@@ -30,7 +30,7 @@ from trainer_client.models.document_check import (
     is_served_model,
     refuse_own_positions,
 )
-from trainer_client.models.documents import Documents
+from trainer_client.models.documents import Documents, documents_of, of_forwards
 from trainer_client.models.entrance import entrances
 from trainer_client.models.found_options import options_of_model
 from trainer_client.models.layer_masks import LaterMask
@@ -84,9 +84,12 @@ class ServedDecoder:
             self._forwards.append((forward, zeros.emptied))
             return {**zeros.filled(named), "attention_mask": None}
         rows = CallRows.of(named)
-        given = _packed(decoder, named, rows)
+        documents = _documents(rows)
+        given = _packed(decoder, named, rows, documents)
         if begins:
             forward.begin(steps, rows.lengths)
+        if len(forward.lanes) == 1:
+            of_forwards[forward.lanes[0]] = documents
         self._forwards.append((forward, rows.padded))
         return given
 
@@ -96,7 +99,12 @@ class ServedDecoder:
             return output
         forward, restored = self._forwards.pop()
         forward.end(output)
-        return output if forward.has_failed else restored(output)
+        if forward.has_failed:
+            return output
+        if len(forward.lanes) == 1:
+            lane = forward.lanes[0]
+            lane.running.check_at_end(documents_of(lane).check_all)
+        return restored(output)
 
     def _lanes(self, model: nn.Module) -> list[Lane]:
         """The lanes of a forward of ``model`` that runs; none if it is not the decoder."""
@@ -109,7 +117,15 @@ def holds_transformers(model: nn.Module) -> bool:
     return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
-def _packed(decoder: PreTrainedModel, named: dict[str, Any], rows: CallRows) -> dict[str, Any]:
+def _documents(rows: CallRows) -> Documents:
+    begins = itertools.accumulate(rows.lengths[:-1], initial=0)
+    segments = [(begin, 0, length) for begin, length in zip(begins, rows.lengths, strict=True)]
+    return Documents("the row of a forward", segments)
+
+
+def _packed(
+    decoder: PreTrainedModel, named: dict[str, Any], rows: CallRows, documents: Documents
+) -> dict[str, Any]:
     """Return the decoder's arguments as one row whose positions say where documents begin."""
     given, mask = rows.packed(named), named.get("attention_mask")
     device = next(decoder.parameters()).device
@@ -117,9 +133,6 @@ def _packed(decoder: PreTrainedModel, named: dict[str, Any], rows: CallRows) -> 
         if given.get("position_ids") is None:
             refuse_own_positions(decoder)
         given["position_ids"] = rows.positions(device)
-    begins = itertools.accumulate(rows.lengths[:-1], initial=0)
-    segments = [(begin, 0, length) for begin, length in zip(begins, rows.lengths, strict=True)]
-    documents = Documents("the row of a forward", segments)
     given["attention_mask"] = tree_map_only(
         LaterMask,
         lambda each: each.of(documents),

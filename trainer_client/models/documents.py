@@ -144,6 +144,8 @@ class Documents:
 
 def documents_of(lane: Lane) -> Documents:
     """The documents of a lane; the same object for the whole of its step."""
+    if (given := of_forwards.get(lane)) is not None:
+        return given
     of_step = _of_steps.setdefault(lane.running, {})
     if lane.nano_batch not in of_step:
         documents = of_step[lane.nano_batch] = Documents(
@@ -153,5 +155,8 @@ def documents_of(lane: Lane) -> Documents:
         lane.running.check_at_end(documents.check_all)
     return of_step[lane.nano_batch]
 
+
+of_forwards: WeakKeyDictionary[Lane, Documents] = WeakKeyDictionary()
+"""Those that a forward has come with; its step may not have begun."""
 
 _of_steps: WeakKeyDictionary[RunningStep, dict[int, Documents]] = WeakKeyDictionary()

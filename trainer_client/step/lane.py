@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 
@@ -14,21 +13,57 @@ from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.step.running_step import RunningStep
 
 
-@dataclass(frozen=True, eq=False)
 class Lane:
-    """A nano-batch of a running step.
+    """A nano-batch of a step.
+
+    Args:
+        begin: begins the step once its plan has come, and says which nano-batch it is. Called where
+            somebody first asks for them: what a model computes before its first call of core
+            attention does not wait for the plan.
 
     Attributes:
-        running: the step.
-        nano_batch: which nano-batch.
         give_way: lets other lanes run; returns when it is this lane's turn again.
         beside: the nano-batches that take turns with it, itself among them; empty if none do.
     """
 
-    running: RunningStep
-    nano_batch: int
-    give_way: Callable[[], None] = lambda: None
-    beside: range = range(0)
+    def __init__(self, begin: Callable[[], tuple[RunningStep, int]]) -> None:
+        self._begin = begin
+        self._begun: tuple[RunningStep, int] | None = None
+        self.give_way: Callable[[], None] = lambda: None
+        self.beside = range(0)
+
+    @classmethod
+    def of(
+        cls,
+        running: RunningStep,
+        nano_batch: int,
+        give_way: Callable[[], None] = lambda: None,
+        beside: range = range(0),
+    ) -> Lane:
+        """The lane of a step that has begun."""
+        lane = cls(lambda: (running, nano_batch))
+        lane.give_way, lane.beside = give_way, beside
+        return lane
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the step has begun."""
+        return self._begun is not None
+
+    @property
+    def running(self) -> RunningStep:
+        """The step."""
+        return self._step_and_place()[0]
+
+    @property
+    def nano_batch(self) -> int:
+        """The nano-batch."""
+        return self._step_and_place()[1]
+
+    def _step_and_place(self) -> tuple[RunningStep, int]:
+        if self._begun is None:
+            self._begun = self._begin()
+        return self._begun
 
 
 current_step: ContextVar[RunningStep | None] = ContextVar("distca_step", default=None)
@@ -70,7 +105,7 @@ def in_nano_batch(index: int) -> Iterator[None]:
     """
     running = require_step()
     check_nano_batch(running, index)
-    token = current_lane.set(Lane(running, index))
+    token = current_lane.set(Lane.of(running, index))
     try:
         yield
     finally:
@@ -96,4 +131,4 @@ def require_own_lane() -> Lane:
             f"step {running.step} has {running.job.n_nano_batches} nano-batches and the model was "
             "called directly; choose one by 'with in_nano_batch(i):', or set n_nano_batches=1"
         )
-    return Lane(running, 0)
+    return Lane.of(running, 0)

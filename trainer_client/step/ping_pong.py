@@ -121,7 +121,7 @@ class TakenTurns:
     def _player(self, index: int, call: Call) -> greenlet.greenlet:
         context, nano_batch = contextvars.copy_context(), self._first + index
         beside = range(self._first, self._first + len(self._outputs))
-        lane = Lane(self._running, nano_batch, lambda: self._give_way(index), beside)
+        lane = Lane.of(self._running, nano_batch, lambda: self._give_way(index), beside)
         context.run(current_lane.set, lane)
         arguments, named = call
 

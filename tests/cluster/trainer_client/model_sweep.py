@@ -122,7 +122,7 @@ def _serve(
 def served_here(step: PlannedStep) -> Iterator[None]:
     """In the block core attention computes ``step``."""
     running: Any = step
-    token = current_lane.set(Lane(running, 0))
+    token = current_lane.set(Lane.of(running, 0))
     try:
         with mock.patch.object(operation, "_served", _serve):
             yield

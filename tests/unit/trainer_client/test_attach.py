@@ -96,6 +96,28 @@ def test_calls_of_several_ticks_train_as_with_local_attention(
     LOOPS[loop](Run())
 
 
+def test_a_plan_is_awaited_at_the_first_call_and_not_before() -> None:
+    """A forward that fails before it leaves its hand-in to the next one, which skips it."""
+    run = Run()
+    run.step()
+    begun = []
+
+    def fail(*_: Any) -> None:
+        begun.append(run.steps_begun)
+        raise MemoryError("no memory")
+
+    query: Any = run.model.model.layers[0].self_attn.q_proj
+    handle = query.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        run.loss(run.draw())
+    handle.remove()
+    assert begun == [1]
+    assert run.steps_begun == 1
+    run.step()
+    assert run.steps_begun == 3
+    run.compare()
+
+
 def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

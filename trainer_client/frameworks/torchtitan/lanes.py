@@ -83,7 +83,7 @@ class CutBatch:
         self, inputs: torch.Tensor, positions: torch.Tensor, nano_batch: int, part: RowPart
     ) -> Call:
         own = padded_positions(positions, part)
-        documents_of(Lane(require_step(), nano_batch)).check({"position_ids": own})
+        documents_of(Lane.of(require_step(), nano_batch)).check({"position_ids": own})
         # torchtitan finds documents by their zeros, and the first may have begun in the other half.
         # For those of a GPU the thread would wait, and keep others from launching their kernels.
         begun = padded_positions(self._planned.positions, part)
