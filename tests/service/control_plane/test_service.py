@@ -374,9 +374,7 @@ def test_manifests_and_measurements_are_refused_unless_they_fit(client: Client) 
     watcher.next("job_opened")
 
     def submit(manifest: plan_pb2.RankManifest) -> None:
-        request = jobs_pb2.SubmitManifestRequest(job_id=job_id, rank_lease_id=leases[0])
-        request.manifest.CopyFrom(manifest)
-        client.jobs.SubmitManifest(request)
+        client.hand_in(job_id, leases[0], jobs_pb2.HandIn(manifest=manifest))
 
     def report(lease: str, **measured: Any) -> None:
         step = jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=lease, **measured)
