@@ -47,12 +47,37 @@ def reference_attention(
     """Core attention of packed documents.
 
     Args:
+        q, k, v, lengths, scale, rule, sinks: as of :func:`packed_attention`.
+        do: ``[rows, num_heads, head_dim_v]`` gradient of o, for the gradients of q, k and v.
+    """
+    q, k, v = (tensor.detach().double().requires_grad_(do is not None) for tensor in (q, k, v))
+    if sinks is not None:
+        sinks = sinks.detach().double().requires_grad_(do is not None)
+    o, lse = packed_attention(q, k, v, lengths, scale, rule, sinks)
+    if do is None:
+        return ReferenceResult(o, lse)
+    wanted = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return ReferenceResult(o.detach(), lse.detach(), *torch.autograd.grad(o, wanted, do.double()))
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` of packed documents in
+    float64, with gradients by autograd.
+
+    Args:
         q: ``[rows, num_heads, head_dim]``, any floating dtype.
         k: ``[rows, num_heads_kv, head_dim]``.
         v: ``[rows, num_heads_kv, head_dim_v]``.
         lengths: tokens of each document, in packed order; they sum to ``rows``.
-        scale: multiplies q.k before softmax.
-        do: ``[rows, num_heads, head_dim_v]`` gradient of o, for the gradients of q, k and v.
+        scale: multiplies q.k before softmax; None is 1 / sqrt(head_dim).
         rule: mask, window and softcap.
         sinks: ``[num_heads]`` of a further key for each head, which has no value. lse is without.
 
@@ -61,21 +86,11 @@ def reference_attention(
     """
     if sum(lengths) != len(q):
         raise ValueError(f"lengths sum to {sum(lengths)}; q has {len(q)} rows")
-    q, k, v = (tensor.detach().double().requires_grad_(do is not None) for tensor in (q, k, v))
-    if sinks is not None:
-        sinks = sinks.detach().double().requires_grad_(do is not None)
-    results = []
-    begin = 0
-    for length in lengths:
-        rows = slice(begin, begin + length)
-        results.append(_document_attention(q[rows], k[rows], v[rows], scale, rule, sinks))
-        begin += length
-    o = torch.cat([result[0] for result in results])
-    lse = torch.cat([result[1] for result in results])
-    if do is None:
-        return ReferenceResult(o, lse)
-    wanted = (q, k, v) if sinks is None else (q, k, v, sinks)
-    return ReferenceResult(o.detach(), lse.detach(), *torch.autograd.grad(o, wanted, do.double()))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    parts = zip(*(tensor.double().split(list(lengths)) for tensor in (q, k, v)), strict=True)
+    found = [_document_attention(q, k, v, scale, rule, sinks) for q, k, v in parts]
+    o, lse = (torch.cat(each) for each in zip(*found, strict=True))
+    return o, lse
 
 
 def _document_attention(

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -73,12 +75,14 @@ class Run:
         self.model, self.local = model, local
         self.attached = distca.attach(model, **SETTINGS)
 
-    def draw(self, n: int = 4, longest: int = 40) -> Documents:
+    def draw(
+        self, n: int = 4, longest: int = 40, lengths: Sequence[int] | None = None
+    ) -> Documents:
         """Documents of this rank, each time others."""
         self._drawn += 1
         generator = torch.Generator().manual_seed(1000 * self._drawn + self.rank)
-        lengths = torch.randint(2, longest, (n,), generator=generator).tolist()
-        return [torch.randint(4, 64, (length,), generator=generator) for length in lengths]
+        drawn = torch.randint(2, longest, (n,), generator=generator).tolist()
+        return [torch.randint(4, 64, (n,), generator=generator) for n in lengths or drawn]
 
     def loss(self, documents: Documents, layout: str = "position_ids", model: Any = None) -> Any:
         """Of the served model, called as loops call it."""
@@ -89,7 +93,8 @@ class Run:
         if layout == "own rows":
             documents[:] = [document[:2] for document in documents]
             return sum(map(loss_of, self.model(torch.stack(documents))), torch.zeros(()))
-        logits = (model or self.model)(**batch_of(documents, layout)).logits
+        called = self.model if model is None else model
+        logits = called(**batch_of(documents, layout)).logits
         return sum(map(loss_of, rows_of(logits, documents, layout)), torch.zeros(()))
 
     def local_loss(self, documents: Documents) -> Any:
@@ -113,14 +118,19 @@ class Run:
                 expected /= dist.get_world_size()
             found = mine.grad
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
-            difference = float((found - expected).abs().max() / expected.abs().max())
-            assert difference < tolerance, f"{name} differs by {difference:.1e}"
+            difference, largest = (each.abs().max() for each in (found - expected, expected))
+            assert difference <= tolerance * largest, f"{name}: {difference / largest:.1e}"
         self.model.zero_grad()
         self.local.zero_grad()
 
-    def step(self, layout: str = "position_ids", model: Any = None) -> None:
-        """A plain step, compared."""
-        documents = self.draw()
+    def step(
+        self,
+        layout: str = "position_ids",
+        model: Any = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """A plain step, to be compared."""
+        documents = self.draw(lengths=lengths)
         self.loss(documents, layout, model).backward()
         self.local_loss(documents).backward()
 
@@ -140,6 +150,8 @@ def batch_of(documents: Documents, layout: str) -> dict[str, torch.Tensor]:
             longest = max(map(len, documents))
             told |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             told |= {"max_length_q": torch.tensor(longest), "max_length_k": torch.tensor(longest)}
+            index = torch.arange(len(documents)).repeat_interleave(ends.diff())
+            told["seq_idx"] = index[None].int()
         if layout == "packed mask":
             told["attention_mask"] = torch.ones_like(ids)
         return {"input_ids": ids, **told}
@@ -174,6 +186,18 @@ def plain(run: Run) -> None:
         run.step(layout)
         run.compare()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+ODD_LENGTHS = ((40, 1, 90, 7), (200,), (1,), (2,), (3, 3, 3))
+"""Where halves are of unlike sizes, of one row or none, or equal documents."""
+
+
+@loop
+def odd_lengths(run: Run) -> None:
+    for lengths in ODD_LENGTHS:
+        run.step(lengths=lengths)
+    # Together: gradients of the queries of documents of one token are nothing but roundings.
+    run.compare()
 
 
 @loop
@@ -421,11 +445,14 @@ def forward_fails(run: Run) -> None:
 
 @loop
 def checkpoints(run: Run) -> None:
+    """Also: the global random state is untouched."""
+    before = torch.get_rng_state()
     run.model.gradient_checkpointing_enable({"use_reentrant": False})
     run.model.train()
     run.step()
     run.step("both")
     run.compare()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @loop
@@ -435,6 +462,36 @@ def compiled_layers(run: Run) -> None:
     run.step()
     run.step()
     run.compare()
+
+
+@loop
+def compiled_model(run: Run) -> None:
+    """Attention and masks stay outside of the graphs."""
+    compiled: Any = torch.compile(run.model, backend="aot_eager")
+    run.step(model=compiled)
+    run.step(model=compiled)
+    run.compare()
+
+
+@loop
+def lower_layers(run: Run) -> None:
+    """Losses of a middle layer: beside the last one's, and alone with the layers above tied in."""
+
+    def loss(output: Any, rows: Sequence[torch.Tensor], *, is_tied: bool) -> torch.Tensor:
+        middle = sum(map(loss_of, rows), torch.zeros(()))
+        total: torch.Tensor = middle + (0 if is_tied else 1) * output.logits.square().sum() / 100
+        return total
+
+    for is_tied in (False, True):
+        documents = run.draw()
+        batch = batch_of(documents, "position_ids")
+        output = run.model(**batch, output_hidden_states=True)
+        rows = rows_of(output.hidden_states[1], documents, "position_ids")
+        loss(output, rows, is_tied=is_tied).backward()
+        for document in documents:
+            output = run.local(input_ids=document[None], output_hidden_states=True)
+            loss(output, [output.hidden_states[1][0]], is_tied=is_tied).backward()
+        run.compare()
 
 
 @loop
@@ -511,21 +568,63 @@ def autocast(run: Run) -> None:
     run.compare(tolerance=0.05)
 
 
+def of_layers(model: Any, **options: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+
+
+def with_root(model: Any) -> None:
+    """The root is resharded too, as verl has it."""
+    of_layers(model)
+    fully_shard(model, reshard_after_forward=True)
+
+
+def root_alone(model: Any) -> None:
+    fully_shard(model, reshard_after_forward=True)
+
+
+def kept_gathered(model: Any) -> None:
+    of_layers(model, reshard_after_forward=False)
+    fully_shard(model)
+
+
+def units_of_all_kinds(model: Any) -> None:
+    """The embedding, layers and a group of what comes after them."""
+    fully_shard(model.model.embed_tokens)
+    of_layers(model)
+    fully_shard([model.model.norm, model.lm_head])
+    fully_shard(model)
+
+
+def recomputed(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with_root(model.train())
+
+
+def of_graphs(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    with_root(model)
+
+
+SHARDED = (with_root, root_alone, kept_gathered, units_of_all_kinds, recomputed, of_graphs)
+"""Ways to shard a model."""
+
+
 @loop
 def fsdp2(run: Run) -> None:
-    """The root is resharded too, as verl has it."""
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in run.model.model.layers:
-        fully_shard(layer)
-    fully_shard(run.model, reshard_after_forward=True)
-    for _ in range(3):
-        run.step()
-        run.compare(is_mean=True)
-    with torch.no_grad():
-        run.loss(run.draw())
-    run.step()
-    run.compare(is_mean=True)
+    for shard in SHARDED if "TURNS" in os.environ else (with_root,):
+        one = Run()
+        shard(one.model)
+        for _ in range(2):
+            one.step()
+            one.compare(is_mean=True)
+            # Nothing is left gathered.
+            assert all(isinstance(each, DTensor) for each in one.model.parameters())
+            with torch.no_grad():
+                one.loss(one.draw())
+        assert one.attached is not None
+        one.attached.close()
 
 
 @loop
@@ -656,11 +755,7 @@ def cut_documents(run: Run) -> None:
     SETTINGS["cut_documents"] = SETTINGS["turns"] == 2
     run.swap(run.model, run.local)
     del SETTINGS["cut_documents"]
-    for n in (4, 1, 1):
-        documents = run.draw(n)
-        run.loss(documents).backward()
-        run.local_loss(documents).backward()
-        run.compare()
+    odd_lengths(run)
 
 
 @loop
@@ -693,7 +788,7 @@ def averaged(run: Run) -> None:
 
 
 SETTINGS: dict[str, Any] = {"turns": 1}
-IN_TURNS = {"plain", "accumulation", "interleaved", "fsdp2", "cut_documents"}
+IN_TURNS = {"plain", "odd_lengths", "accumulation", "interleaved", "fsdp2", "cut_documents"}
 """Loops that are run by halves too, where the environment has TURNS."""
 CONTROL_PLANE = int(os.environ.get("CONTROL_PLANE", "0"))
 NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]

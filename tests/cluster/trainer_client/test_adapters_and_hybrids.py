@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from core_attention.manifest import RankManifest
@@ -111,37 +109,6 @@ def test_prompts_before_the_rows_are_refused(name: str) -> None:
     prompted: Any = peft.get_peft_model(model, config)
     with pytest.raises(SessionError):
         SessionOptions.for_model(prompted, control_plane="x:1", job="x", rank=0, n_ranks=1)
-
-
-def test_a_hybrid_counts_its_attention_layers(pool_of_four: Cluster) -> None:
-    config = transformers.Lfm2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv", "full_attention"],
-        use_cache=False,
-    )
-    model = make_model(config, "distca")
-    # Its convolutions reach from one document into the next: one document a nano-batch.
-    ids = torch.arange(30)[None]
-    batches = [{"input_ids": ids, "position_ids": ids, "labels": ids} for _ in range(2)]
-    manifest = RankManifest.from_lengths(0, 0, [[30], [30]])
-    options = options_of(model, pool_of_four, "hybrid")
-    assert options.n_layers == 2
-    with Session.open(options) as session:
-        session.submit(manifest)
-        with session.step(0):
-            sum(output.loss for output in PingPong(model)(batches)).backward()
-    wrong = replace(options, n_layers=config.num_hidden_layers, job="hybrid-of-four")
-    with Session.open(wrong) as session:
-        session.submit(manifest)
-        began = time.monotonic()
-        with pytest.raises(SessionError), session.step(0):
-            PingPong(model)(batches)
-        assert time.monotonic() - began < SOON_SECONDS
 
 
 class Quantised(torch.Tensor):

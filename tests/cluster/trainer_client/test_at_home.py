@@ -16,12 +16,10 @@ from tests.cluster.trainer_client.test_transformers import (
     SIZES,
     make_batches,
     make_model,
-    open_session,
-    submit,
 )
 from tests.support.cluster import Cluster
 from tests.support.gradients import assert_gradients
-from tests.support.loops import PingPong, attached
+from tests.support.loops import attached
 from trainer_client import at_home
 from trainer_client.local_attention import at_home as at_home_module
 from trainer_client.local_attention import plain
@@ -207,23 +205,6 @@ def test_a_reference_model_beside_an_attached_one(pool_of_four: Cluster, turns: 
         (logits - expected).square().mean().backward()
     torch.testing.assert_close(logits, before)
     (local(**whole).logits - expected).square().mean().backward()
-    compare_gradients(model, local)
-
-
-def test_a_reference_model_in_a_step(pool_of_four: Cluster) -> None:
-    model, local = pair()
-    reference = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
-    torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
-    batches = make_batches()
-    with open_session(pool_of_four, "reference") as session, session.step(submit(session)):
-        with at_home():
-            expected = [reference(**batch).logits.detach() for batch in batches]
-        outputs = PingPong(model)(batches)
-        sum(
-            (o.logits - e).square().mean() for o, e in zip(outputs, expected, strict=True)
-        ).backward()
-    for batch, e in zip(batches, expected, strict=True):
-        (local(**batch).logits - e).square().mean().backward()
     compare_gradients(model, local)
 
 

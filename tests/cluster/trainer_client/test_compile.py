@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
-from tests.support.cluster import Cluster, keep_profile, on_this_host
+from tests.cluster.trainer_client.test_transformers import open_session
+from tests.support.block import Block
+from tests.support.cluster import Cluster
 from tests.support.gradients import assert_gradients
 from tests.support.loops import PingPong
-from trainer_client import Placement, Session, SessionOptions, checkpoint, core_attention
-from trainer_client.models.transformers import IMPLEMENTATION
+from trainer_client import Session, checkpoint
 
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([9, 1, 30], [17, 5])
@@ -29,23 +29,12 @@ Compile = Callable[["Small"], nn.Module]
 """Makes what is called with the nano-batches."""
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = torch.nn.functional.silu(self.qkv(hidden)).view(-1, 3, 2, 16).unbind(1)
-        q, k, v = (part.contiguous() for part in parts)
-        return hidden + torch.nn.functional.silu(self.out(core_attention(q, k, v).flatten(1)))
-
-
 class Small(nn.Module):
     """Layers, each in an activation checkpoint if wanted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(N_LAYERS))
+        self.layers = nn.ModuleList(Block(SHAPE) for _ in range(N_LAYERS))
         self.checkpointed = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -54,23 +43,9 @@ class Small(nn.Module):
         return hidden
 
 
-def options(cluster: Cluster, job: str, shape: AttentionShape) -> SessionOptions:
-    keep_profile(cluster.folder, shape)
-    return SessionOptions(
-        control_plane=cluster.address,
-        job=job,
-        rank=0,
-        n_ranks=1,
-        n_layers=N_LAYERS,
-        shape=shape,
-        placement=Placement.MIXED,
-        **on_this_host(cluster.folder),
-    )
-
-
 @pytest.fixture(scope="module")
 def session(pool_of_four: Cluster) -> Iterator[Session]:
-    with Session.open(options(pool_of_four, "compile", SHAPE)) as opened:
+    with open_session(pool_of_four, "compile", shape=SHAPE, n_layers=N_LAYERS) as opened:
         yield opened
 
 
@@ -155,7 +130,7 @@ def test_no_lane_falls_out_of_its_graphs(session: Session) -> None:
     for interleave in (False, True, True):
         ran.clear()
         run_step(session, PingPong(compiled, interleave=interleave))
-        Layer().qkv(torch.ones(3, WIDTH))
+        Block(SHAPE).qkv(torch.ones(3, WIDTH))
         counts.append(len(ran))
     # Each layer has one graph before core attention and one after it, in each lane.
     assert counts == [2 * N_LAYERS * len(LENGTHS)] * 3
@@ -179,50 +154,10 @@ def test_inductor_compiles_a_model(session: Session) -> None:
     assert_gradients(model, plain, 1e-5)
 
 
-def test_a_compiled_model_of_transformers_trains_as_with_local_attention(
-    pool_of_four: Cluster,
-) -> None:
-    """Its attention and its mask are left out of the graphs too."""
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=N_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(
-        copy.deepcopy(config),
-        attn_implementation=IMPLEMENTATION,
-    )
-    local = auto.from_config(config, attn_implementation="sdpa")
-    local.load_state_dict(model.state_dict())
-    batches = []
-    for lengths in LENGTHS:
-        ids = torch.randint(0, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        batches.append({"input_ids": ids, "position_ids": positions, "labels": ids})
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    with Session.open(options(pool_of_four, "compiled-llama", shape)) as session:
-        session.submit(RankManifest.from_lengths(0, 0, LENGTHS))
-        with session.step(0):
-            outputs = PingPong(compiled)(batches)
-            loss = sum(output.loss for output in outputs)
-            loss.backward()
-    expected = sum(local(**batch).loss for batch in batches)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    # float32 through two layers: a few hundred roundings of 6e-8.
-    assert_gradients(model, local, 2e-5)
-
-
 def test_a_model_that_is_traced_into_stages_is_refused() -> None:
     with pytest.raises(RuntimeError) as caught:
         pipeline(
-            nn.Sequential(Layer(), Layer()),
+            nn.Sequential(Block(SHAPE), Block(SHAPE)),
             mb_args=(torch.zeros(8, WIDTH),),
             split_spec={"1": SplitPoint.BEGINNING},
         )

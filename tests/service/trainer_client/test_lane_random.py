@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.cluster.trainer_client.test_transformers import (
-    CONFIGS,
-    make_batches,
-    make_model,
-    open_session,
-    submit,
-)
-from tests.support.cluster import Cluster
-from tests.support.loops import PingPong
-from trainer_client import Session
 from trainer_client.hooks.lane_random import LaneRandom
-
-
-@pytest.fixture(scope="module")
-def session(pool_of_four: Cluster) -> Iterator[Session]:
-    with open_session(pool_of_four, "lane-random") as opened:
-        yield opened
-
-
-def seed() -> None:
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-
-
-def sampled() -> list[float]:
-    """What a loop draws between two steps, as GRPO does for completions."""
-    tokens = torch.multinomial(torch.ones(1000), 8)
-    return [*tokens.tolist(), random.random(), float(np.random.rand())]
-
-
-@pytest.mark.parametrize("interleave", [True, False])
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_a_step_without_dropout_leaves_the_loops_random_numbers_alone(
-    session: Session, interleave: bool, checkpointed: bool
-) -> None:
-    seed()
-    expected = [sampled() for _ in range(3)]
-    model: Any = make_model(CONFIGS["Llama"], "distca").train()
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    seed()
-    found = [sampled()]
-    for _ in range(2):
-        with session.step(submit(session)):
-            sum(o.loss for o in PingPong(model, interleave=interleave)(make_batches())).backward()
-        found.append(sampled())
-    assert found == expected
-
 
 Draws = Mapping[int, Callable[[], object]]
 """What lanes draw, by lane."""
