@@ -125,18 +125,9 @@ def nothing_is_launched_early(rank: int, which: str) -> None:
     assert min(first for _, first in times) >= max(came for came, _ in times)
 
 
-def results_are_equal(rank: int, which: str) -> None:
-    plain = COLLECTIVES[which]()
-    with meeting():
-        met = COLLECTIVES[which]()
-    for ours, theirs in zip(met or [], plain or [], strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("which", COLLECTIVES)
-@pytest.mark.parametrize("body", [nothing_is_launched_early, results_are_equal])
-def test_ranks_meet_before_collectives(tmp_path: Path, body: Any, which: str) -> None:
-    run_forked(run_rank, (str(tmp_path), body, which), RANKS)
+def test_ranks_meet_before_collectives(tmp_path: Path, which: str) -> None:
+    run_forked(run_rank, (str(tmp_path), nothing_is_launched_early, which), RANKS)
 
 
 def a_rank_stays_away(rank: int) -> None:

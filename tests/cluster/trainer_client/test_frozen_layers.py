@@ -133,29 +133,6 @@ def test_evaluation_need_not_be_announced(team: Team) -> None:
     assert connections(team) >= before
 
 
-def without_rows(session: Session, step: int, run_model: bool) -> None:
-    width = SHAPE.num_heads * SHAPE.head_dim
-    with session.step(step):
-        if run_model:
-            PingPong(Model())([{"x": torch.zeros(0, width)} for _ in range(2)])
-
-
-@pytest.mark.parametrize("run_model", [True, False])
-def test_a_rank_without_rows_needs_no_backward(team: Team, run_model: bool) -> None:
-    empty = RankManifest(0, 1, ((), ()))
-    run_all(team, team.submit([alone(0), alone(1)])[0].step, 0)
-    before = connections(team)
-    for _ in range(2):
-        step = team.submit([alone(0), empty])[0].step
-        with_rows = team._threads[0].submit(train, team.sessions[0], step, 0)
-        team._threads[1].submit(without_rows, team.sessions[1], step, run_model).result(
-            SOON_SECONDS
-        )
-        with_rows.result(SOON_SECONDS)
-    run_all(team, team.submit([alone(0), alone(1)])[0].step, 0)
-    assert connections(team) >= before
-
-
 def test_ranks_that_share_documents_must_train_the_same_layers(team: Team) -> None:
     step = team.submit([documents(0), documents(1)])[0].step
     futures = [

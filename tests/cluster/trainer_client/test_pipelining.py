@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,9 +38,9 @@ from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
+from tests.support.block import Block
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two, in_halves
-from tests.support.loops import submitted as numbered
 from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from trainer_client import (
@@ -70,21 +71,6 @@ from trainer_client.turns.parts import RowPart
 RANKS, WIDTH, ROWS, VOCABULARY, WINDOW = 4, 32, 24, 16, 5
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * 16)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        heads = self.qkv(self.norm(hidden[0])).view(-1, 4, 16)
-        q, k, v = (part.contiguous() for part in heads.split([2, 1, 1], dim=1))
-        attended: torch.Tensor = self.out(attend(q, k, v).flatten(1))
-        return hidden + attended[None]
-
 
 class Part(nn.Module):
     """A whole model, or one stage of it: parameters have the whole model's names."""
@@ -95,7 +81,7 @@ class Part(nn.Module):
         numbers = range(begin, begin + layers[stage])
         if whole is None:
             self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleDict({str(i): Block() for i in numbers})
+            self.blocks = nn.ModuleDict({str(i): Block(SHAPE) for i in numbers})
             self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
         else:
             self.embed = copy.deepcopy(whole.embed) if stage == 0 else None
@@ -128,29 +114,14 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="sum")
 
 
-causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-
-
-def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """One document, by PyTorch."""
-    mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(1 - window)
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-
-
-def local(lengths: Sequence[int]) -> Attend:
-    """Attention within packed documents, by PyTorch."""
-
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
-    ) -> torch.Tensor:
-        one = causal if window is None else partial(windowed, window=window)
-        outputs = []
-        for each in zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True):
-            o = one(*(tensor.transpose(0, 1) for tensor in each))
-            outputs.append(o.transpose(0, 1))
-        return torch.cat(outputs)
-
-    return attend
+def alone(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
+    """Attention within one document, by PyTorch."""
+    mask = torch.ones(len(q), len(q), dtype=torch.bool).tril().triu(1 - (window or len(q)))
+    q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+    o = nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    return o.transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -304,7 +275,7 @@ UNSERVED_CASES = (
         **{"layers": (2, 1), "windowed": (0,), **LATER},
     ),
 )
-"""Stages that have no layer that is served, and ranks of such stages alone."""
+"""Stages without a layer that is served, and ranks of such stages alone: they serve the others."""
 
 SHARED_CASES = (
     *(
@@ -319,6 +290,8 @@ SHARED_CASES = (
     # No forward comes between the backwards.
     in_turns("ddp, few microbatches", Schedule1F1B, 2, 2, replicated="ddp", **AS_ON_GPUS),
 )
+"""Replicas of stages share their gradients by DistributedDataParallel and by FSDP2, which must see
+a microbatch's rows as one."""
 N_LAYERS_A_CHUNK = 2
 STEPS = 3
 
@@ -334,83 +307,61 @@ DYING_CUT = replace(
 )
 
 
-def documents(case: Case, step: int) -> list[list[list[int]]]:
-    """Lengths by replica and nano-batch, ``ROWS`` together in a microbatch."""
-    generator = torch.Generator().manual_seed(step)
-    found = []
-    for _ in range(case.n_replicas):
-        microbatches: list[list[int]] = []
-        if case.is_cut:
-            for i in range(case.n_microbatches):
-                lengths = [[ROWS], [3, ROWS - 4, 1], [7, 5, 2, ROWS - 14]][(step + i) % 3]
-                microbatches += [lengths, []]
-            found.append(microbatches)
-            continue
-        if case.is_packed:
-            for i in range(case.n_microbatches):
-                # A document that is alone leaves nothing for the second nano-batch.
-                microbatches += [[[ROWS], []], [[ROWS - 5], [4, 1]], [[7, 2], [ROWS - 9]]][
-                    (step + i) % 3
-                ]
-            found.append(microbatches)
-            continue
-        tokens = ROWS // case.n_rows
-        for _ in range(case.n_microbatches * case.n_rows):
-            cuts = torch.randperm(tokens - 1, generator=generator)[: int(step % 3 + 1)] + 1
-            ends = [0, *sorted(cuts.tolist()), tokens]
-            microbatches.append([b - a for a, b in itertools.pairwise(ends)])
-        found.append(microbatches)
+def lengths_of(case: Case, step: int, replica: int) -> list[list[int]]:
+    """Of documents by nano-batch, ``ROWS`` together in a microbatch; of whole rows where they are
+    cut."""
+    if case.is_cut:
+        rows = ([ROWS], [3, ROWS - 4, 1], [7, 5, 2, ROWS - 14])
+        return [rows[(step + i) % 3] for i in range(case.n_microbatches)]
+    if case.is_packed:
+        # A document that is alone leaves nothing for the second nano-batch.
+        pairs = ([[ROWS], []], [[ROWS - 5], [4, 1]], [[7, 2], [ROWS - 9]])
+        return [half for i in range(case.n_microbatches) for half in pairs[(step + i) % 3]]
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    tokens = ROWS // case.n_rows
+    found: list[list[int]] = []
+    for _ in range(case.n_microbatches * case.n_rows):
+        cuts = torch.randperm(tokens - 1, generator=generator)[: int(step % 3 + 1)] + 1
+        ends = [0, *sorted(cuts.tolist()), tokens]
+        found.append([b - a for a, b in itertools.pairwise(ends)])
     return found
 
 
-def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]]:
-    """Steps whose manifests were handed in, and the positions of all their microbatches. Rank
-    ``replica * p + r`` runs stage r; what spans replicas is one document of the same stage's."""
-    replica, at = divmod(session.options.rank, case.n_pipeline_ranks)
-    if case.is_cut and case.spans:
-        half, both = ROWS // 2, in_halves(case.n_replicas, ROWS * case.n_replicas)[replica]
-        row = [torch.arange(half) + (i * case.n_replicas + replica) * half for i in range(2)]
-        for step in range(STEPS):
-            nano_batches = [
-                [replace(segment, document_id=at * case.n_microbatches + i) for segment in segments]
-                for i in range(case.n_microbatches)
-                for segments in both.nano_batches
-            ]
-            session.submit(RankManifest(step, session.options.rank, nano_batches))
-            yield step, torch.cat(row).expand(case.n_microbatches, ROWS)
-        return
-    if case.is_cut:
-        for step in range(STEPS):
-            rows = [lengths for lengths in documents(case, step)[replica] if lengths]
-            halves = [
-                half
-                for i, lengths in enumerate(rows, session.options.rank << 32)
-                for half in cut_in_two(lengths, first_id=i << 8)
-            ]
-            session.submit(RankManifest(step, session.options.rank, halves))
-            yield step, torch.cat([positions_of(lengths) for lengths in rows])
-        return
-    if not case.spans:
-        loader = [
-            [{"position_ids": positions_of(lengths)} for lengths in documents(case, step)[replica]]
-            for step in range(STEPS)
-        ]
-        for step, microbatches in numbered(session, loader):
-            positions = torch.cat([batch["position_ids"] for batch in microbatches], dim=1)
-            yield step, positions.view(-1, case.microbatch_shape[1])
-        return
+def manifest_of(case: Case, step: int, rank: int) -> RankManifest:
+    """Rank ``replica * p + r`` runs stage r; what spans replicas is one document of the same
+    stage's."""
+    replica, at = divmod(rank, case.n_pipeline_ranks)
+    numbers = range(at * case.n_microbatches, (at + 1) * case.n_microbatches)
     length = ROWS * case.n_replicas
-    numbers = range(case.n_microbatches)
-    for step in range(STEPS):
-        segments = [
-            (Segment(at * case.n_microbatches + i, length, replica * ROWS, ROWS),) for i in numbers
+    nano_batches: list[Sequence[Segment]]
+    if case.spans and case.is_cut:
+        halves = in_halves(case.n_replicas, length)[replica].nano_batches
+        nano_batches = [
+            [replace(segment, document_id=number) for segment in segments]
+            for number in numbers
+            for segments in halves
         ]
-        session.submit(RankManifest(step, session.options.rank, tuple(segments)))
-        yield step, torch.arange(ROWS).expand(case.n_microbatches, ROWS) + replica * ROWS
+    elif case.spans:
+        nano_batches = [[Segment(number, length, replica * ROWS, ROWS)] for number in numbers]
+    elif case.is_cut:
+        rows = enumerate(lengths_of(case, step, replica), rank << 32)
+        nano_batches = [half for i, row in rows for half in cut_in_two(row, first_id=i << 8)]
+    else:
+        return RankManifest.from_lengths(step, rank, lengths_of(case, step, replica))
+    return RankManifest(step, rank, nano_batches)
 
 
-def positions_of(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.cat([torch.arange(0), *map(torch.arange, lengths)])[None]
+def segments_of(manifest: RankManifest) -> list[Segment]:
+    return [segment for segments in manifest.nano_batches for segment in segments]
+
+
+def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]]:
+    """Steps whose manifests were handed in, and the positions of all their microbatches."""
+    for step in range(STEPS):
+        manifest = manifest_of(case, step, session.options.rank)
+        session.submit(manifest)
+        positions = [torch.arange(s.offset, s.offset + s.length) for s in segments_of(manifest)]
+        yield step, torch.cat(positions).view(-1, case.microbatch_shape[1])
 
 
 def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
@@ -420,30 +371,26 @@ def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, size, generator=generator)
 
 
+def documents(case: Case, step: int) -> list[torch.Tensor]:
+    """The ids of each document of all replicas."""
+    pieces: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for replica in range(case.n_replicas):
+        segments = segments_of(manifest_of(case, step, replica * case.n_pipeline_ranks))
+        rows = ids_of(case, step, replica).flatten().split([s.length for s in segments])
+        for segment, ids in zip(segments, rows, strict=True):
+            pieces[segment.document_id].append((segment.offset, ids))
+    return [
+        torch.cat([ids for _, ids in sorted(its, key=lambda piece: piece[0])])
+        for its in pieces.values()
+    ]
+
+
 def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
-    """The loss, and the whole model with gradients, of all replicas in one process."""
+    """The loss, and the whole model with gradients, of each document alone in one process."""
     whole = copy.deepcopy(model)
-    total = torch.zeros(())
-    all_ids = [ids_of(case, step, replica) for replica in range(case.n_replicas)]
-    for i in range(case.n_microbatches * case.microbatch_shape[0]):
-        if case.spans and case.is_cut:
-            halves = [ids[i].split(ROWS // 2) for ids in all_ids]
-            rows = [torch.cat(of_all) for of_all in zip(*halves, strict=True)]
-            batches = [(torch.cat(rows), [ROWS * case.n_replicas])]
-        elif case.is_packed:
-            lengths = documents(case, step)
-            batches = [
-                (ids[i], lengths[replica][2 * i] + lengths[replica][2 * i + 1])
-                for replica, ids in enumerate(all_ids)
-            ]
-        elif case.spans:
-            batches = [(torch.cat([ids[i] for ids in all_ids]), [ROWS * case.n_replicas])]
-        else:
-            lengths = documents(case, step)
-            batches = [(ids[i], lengths[replica][i]) for replica, ids in enumerate(all_ids)]
-        for ids, of in batches:
-            whole.attend = local(of)
-            total = total + loss_of(whole(ids[None]), ids[None])
+    whole.attend = alone
+    total = sum((loss_of(whole(ids[None]), ids[None]) for ids in documents(case, step)),
+                torch.zeros(()))  # fmt: skip
     total.backward()
     return float(total), whole
 
@@ -603,22 +550,14 @@ def run_rank(
 
 
 @pytest.mark.timeout(240)
-def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
+@pytest.mark.parametrize(
+    "cases", [CASES, SHARED_CASES, UNSERVED_CASES], ids=["all", "shared gradients", "unserved"]
+)
+def test_pipelines_train_as_one_process_does(
+    tmp_path: Path, pool_of_four: Cluster, cases: Sequence[Case]
+) -> None:
     keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank, (str(tmp_path), pool_of_four.address, CASES), RANKS)
-
-
-def test_replicas_of_stages_share_their_gradients(tmp_path: Path, pool_of_four: Cluster) -> None:
-    """By DistributedDataParallel and by FSDP2, which must see a microbatch's rows as one."""
-    keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank, (str(tmp_path), pool_of_four.address, SHARED_CASES), RANKS)
-
-
-@pytest.mark.timeout(240)
-def test_stages_without_served_layers(tmp_path: Path, pool_of_four: Cluster) -> None:
-    """Their ranks serve the others, and have nothing served themselves."""
-    keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank, (str(tmp_path), pool_of_four.address, UNSERVED_CASES), RANKS)
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address, cases), RANKS)
 
 
 @pytest.mark.parametrize("case", [DYING, DYING_CUT], ids=lambda case: case.name)
@@ -651,10 +590,9 @@ def test_what_is_no_stage_is_refused() -> None:
 def test_stages_of_another_rank_are_refused() -> None:
     stages = [SimpleNamespace(stage_index=index) for index in (0, 2)]
     _check_stages(stages, SCHEDULES["interleaved"](2, 2), 0, 4)
-    with pytest.raises(SessionError, match=r"\[0, 2\] .* interleaved .* \[1, 3\] on rank 4"):
-        _check_stages(stages, SCHEDULES["interleaved"](2, 2), 1, 4)
-    with pytest.raises(SessionError):
-        _check_stages(stages[::-1], SCHEDULES["interleaved"](2, 2), 0, 4)
+    for wrong, rank in ((stages, 1), (stages[::-1], 0)):
+        with pytest.raises(SessionError):
+            _check_stages(wrong, SCHEDULES["interleaved"](2, 2), rank, 4)
 
 
 def test_a_microbatch_has_as_many_rows_as_nano_batches() -> None:

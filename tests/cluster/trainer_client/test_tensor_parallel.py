@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ class Case:
         spans: whether each nano-batch is one document over both replicas.
         placement: where servers run.
         checkpointed: layers are recomputed.
-        sharded: what ``fully_shard`` is applied to after the job was joined.
+        sharded: whether ``fully_shard`` is applied.
+        lengths: of documents, by replica and nano-batch.
+        model: folder of its weights.
     """
 
     name: str
@@ -145,6 +148,8 @@ class Case:
     placement: str = "in-place"
     checkpointed: bool = False
     sharded: bool = False
+    lengths: Sequence[Sequence[Sequence[int]]] = LENGTHS
+    model: str = "model"
 
 
 CASES = (
@@ -153,6 +158,12 @@ CASES = (
     Case("parallelize-module", by_parallelize_module, sharded=True, placement="pool"),
     Case("over-replicas", by_parallelize_module, spans=True, sharded=True, checkpointed=True),
 )
+shares_of_rows = partial(
+    Case, make=by_sequence_parallelism, lengths=[[[7, 1, 16], [3, 1]]], model="four-key-heads"
+)
+SHARES_OF_ROWS = (shares_of_rows("shares-of-rows"), shares_of_rows("sharded", sharded=True))
+"""Each of the four ranks has a share of the rows: whatever runs the model, as the check of
+documents, gives it a multiple of them."""
 
 
 def ids_of(step: int, length: int) -> torch.Tensor:
@@ -164,7 +175,7 @@ def documents(case: Case, step: int) -> list[torch.Tensor]:
     """Token ids of all documents, whole."""
     if case.spans:
         return [ids_of(step, SPAN + nano) for nano in range(2)]
-    return [ids_of(step, n) for replica in LENGTHS for nano in replica for n in nano]
+    return [ids_of(step, n) for replica in case.lengths for nano in replica for n in nano]
 
 
 def batch_of(ids: list[torch.Tensor], begins: list[int], ends: list[int]) -> Batch:
@@ -178,6 +189,13 @@ def batch_of(ids: list[torch.Tensor], begins: list[int], ends: list[int]) -> Bat
     }
 
 
+def whole_documents(step: int, nano_batches: Sequence[Sequence[int]]) -> list[Batch]:
+    return [
+        batch_of([ids_of(step, n) for n in lengths], [0] * len(lengths), list(lengths))
+        for lengths in nano_batches
+    ]
+
+
 def row_of(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.arange(0), *pieces])[None]
 
@@ -185,13 +203,7 @@ def row_of(pieces: list[torch.Tensor]) -> torch.Tensor:
 def steps_of(case: Case, session: Session, replica: int) -> Iterator[tuple[int, list[Batch]]]:
     """What a replica's ranks run, with its manifests handed in: the same on all of them."""
     if not case.spans:
-        batches = [
-            [
-                batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano)
-                for nano in LENGTHS[replica]
-            ]
-            for step in range(STEPS)
-        ]
+        batches = [whole_documents(step, case.lengths[replica]) for step in range(STEPS)]
         for step, nano_batches in submitted(session, batches):
             yield step, list(nano_batches)
         return
@@ -251,56 +263,80 @@ def job(address: str, folder: str, name: str) -> dict[str, Any]:
     }
 
 
-def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh) -> None:
-    path = f"{folder}/model"
+def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh, victim: int = 0) -> None:
+    """A server, ``victim``, dies in the forward pass of the first step, when rows are on their way
+    to it."""
+    path, rank, n_shares = f"{folder}/{case.model}", dist.get_rank(), mesh["tp"].size()
     model = case.make(path, mesh)
     options = SessionOptions.for_model(
         model, placement=case.placement, **job(address, folder, case.name)
     )
-    replica = dist.get_rank() // TP
-    assert options.shape == LOCAL
-    assert list(options.tensor_parallel_ranks) == [replica * TP, replica * TP + 1]
+    replica = rank // n_shares
+    assert options.shape == (LOCAL if n_shares == TP else ONE_HEAD)
+    first = replica * n_shares
+    assert list(options.tensor_parallel_ranks) == list(range(first, first + n_shares))
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.sharded:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-    prepare_fsdp(model)
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=mesh["dp"])
+    if case.sharded or case.make is by_plan_of_transformers:
+        prepare_fsdp(model)
     model.train()
+    if victim and rank == 1:
+        kill_before(model.model.layers[1].self_attn, victim)
     ping_pong = PingPong(Losses(model))
     with Session.open(options) as session:
         for step, batches in steps_of(case, session, replica):
             model.zero_grad()
-            with session.step(step):
+            with session.step(step) as running:
                 loss = torch.stack(ping_pong(batches)).sum()
                 loss.backward()
-            check(case, path, step, model, loss.detach())
+            check(case, path, step, model, loss.detach(), n_shares)
+            recoveries: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(recoveries, running.recoveries)
+            # One for all ranks: they are in one job.
+            assert set(recoveries) == {1 if victim and step == 0 else 0}
 
 
-def check(case: Case, path: str, step: int, model: nn.Module, loss: torch.Tensor) -> None:
+def kill_before(module: nn.Module, victim: int) -> None:
+    alive = [victim]
+
+    def kill(*_: Any) -> None:
+        while alive:
+            os.kill(alive.pop(), signal.SIGKILL)
+
+    module.register_forward_pre_hook(kill)
+
+
+def check(
+    case: Case, path: str, step: int, model: nn.Module, loss: torch.Tensor, n_shares: int
+) -> None:
     expected_loss, expected = reference_of(path, documents(case, step))
     dist.all_reduce(loss)
     # Ranks of one tensor-parallel group have the same loss.
-    assert float(loss) / TP == pytest.approx(expected_loss, rel=1e-5), case.name
+    assert float(loss) / n_shares == pytest.approx(expected_loss, rel=1e-5), case.name
     # FSDP averages over the replicas.
-    assert_gradients(model, expected, TOLERANCE, f"{case.name}, step {step}", factor=REPLICAS)
+    replicas = dist.get_world_size() // n_shares
+    assert_gradients(model, expected, TOLERANCE, f"{case.name}, step {step}", factor=replicas)
 
 
 def run_ranks(rank: int, folder: str, address: str) -> None:
     with joined(rank, RANKS, folder) as mesh:
         for case in CASES:
             run_case(case, folder, address, mesh)
+        of_one = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+        for case in SHARES_OF_ROWS:
+            run_case(case, folder, address, of_one)
 
 
 @contextmanager
-def joined(rank: int, n_ranks: int, folder: str, n_shares: int = TP) -> Iterator[DeviceMesh]:
+def joined(rank: int, n_ranks: int, folder: str) -> Iterator[DeviceMesh]:
     """The mesh of a rank of torch.distributed."""
     # transformers asks torchrun's environment.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
     with process_group(folder, rank, n_ranks):
-        sizes = (n_ranks // n_shares, n_shares)
-        yield init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        yield init_device_mesh("cpu", (n_ranks // TP, TP), mesh_dim_names=("dp", "tp"))
 
 
 def save_model(path: Path, **changes: Any) -> None:
@@ -312,55 +348,11 @@ def save_model(path: Path, **changes: Any) -> None:
 def test_tensor_parallel_replicas_train_as_one_process_does(
     tmp_path: Path, pool_of_four: Cluster
 ) -> None:
-    keep_profile(tmp_path, LOCAL)
+    for shape in (LOCAL, ONE_HEAD):
+        keep_profile(tmp_path, shape)
     save_model(tmp_path / "model")
+    save_model(tmp_path / "four-key-heads", num_key_value_heads=4)
     run_forked(run_ranks, (str(tmp_path), pool_of_four.address), RANKS)
-
-
-def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
-    with joined(rank, RANKS, folder, n_shares=RANKS) as mesh:
-        path = f"{folder}/model"
-        for sharded in (False, True):
-            name = "shares-of-rows" + "-sharded" * sharded
-            model = by_sequence_parallelism(path, mesh)
-            options = SessionOptions.for_model(model, **job(address, folder, name))
-            assert options.shape == ONE_HEAD
-            if sharded:
-                shard_layers(model, mesh)
-            train_with_shares_of_rows(model, options, path)
-
-
-def shard_layers(model: Any, mesh: DeviceMesh) -> None:
-    for unit in (*model.model.layers, model):
-        fully_shard(unit, mesh=mesh["dp"])
-    prepare_fsdp(model)
-
-
-def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) -> None:
-    ping_pong = PingPong(Losses(model))
-    lengths = ([[7, 1, 16], [8]], [[20], [3, 1]])
-    batches = [
-        [batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano) for nano in nano_batches]
-        for step, nano_batches in enumerate(lengths)
-    ]
-    with Session.open(options) as session:
-        for step, nano_batches in submitted(session, batches):
-            model.zero_grad()
-            with session.step(step):
-                loss = torch.stack(ping_pong(nano_batches)).sum()
-                loss.backward()
-            expected_loss, expected = reference_of(
-                path, [ids_of(step, n) for nano in lengths[step] for n in nano]
-            )
-            assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
-            assert_gradients(model, expected, TOLERANCE, f"{options.job}, step {step}")
-
-
-def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: Cluster) -> None:
-    """Whatever runs the model gives it a multiple of the ranks' rows, as the check of documents."""
-    keep_profile(tmp_path, ONE_HEAD)
-    save_model(tmp_path / "model", num_key_value_heads=4)
-    run_forked(run_ranks_with_shares_of_rows, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 @pytest.mark.parametrize("norms", [{}, {"1": SequenceParallel()}], ids=["some", "all weights"])
@@ -406,9 +398,7 @@ def run_ranks_with_late_replies(rank: int, folder: str, address: str) -> None:
                 module.register_full_backward_hook(
                     lambda _, __, gradients: ran.append(("backward", gradients[0].shape[1]))
                 )
-        batches = [
-            batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([7, 4], [5])
-        ]
+        batches = whole_documents(0, [[7, 4], [5]])
         with Session.open(options) as session:
             for step, nano_batches in submitted(session, [batches]):
                 with session.step(step) as running:
@@ -449,17 +439,12 @@ def run_ranks_that_are_wrong(rank: int, folder: str, address: str) -> None:
         with Session.open(options) as session:
             for step, lengths in enumerate(([3 + rank, 4], [7, 4])):
                 session.submit(RankManifest.from_lengths(step, rank, [lengths, [2]]))
-            told = (
-                r"ranks 0 and 1 are of one tensor-parallel group, \[0, 1\], and hold different "
-                r"documents: rank 0 segments of lengths \[3, 4, 2\], rank 1 .*\[4, 4, 2\]"
-            )
-            with pytest.raises(PlanNotReady, match=told), session.step(0):
+            with pytest.raises(PlanNotReady), session.step(0):
                 raise AssertionError("a step was planned")
             # The job goes on.
-            batches = [batch_of([ids_of(1, n) for n in nano], [0] * len(nano), nano)
-                       for nano in ([7, 4], [2])]  # fmt: skip
             with session.step(1):
-                torch.stack(PingPong(Losses(model))(batches)).sum().backward()
+                losses = PingPong(Losses(model))(whole_documents(1, [[7, 4], [2]]))
+                torch.stack(losses).sum().backward()
 
 
 def test_ranks_that_do_not_fit_are_told_by_name(tmp_path: Path, pool_of_four: Cluster) -> None:
@@ -487,41 +472,14 @@ def test_heads_that_are_spread_over_ranks_are_refused(alone: DeviceMesh) -> None
 def test_a_group_has_each_of_its_ranks_once() -> None:
     options: dict[str, Any] = {"control_plane": "127.0.0.1:1", "job": "j", "n_layers": 1}
     for group in ([1, 2], [0, 0], [0, 4]):
-        with pytest.raises(ValueError, match=rf"tensor_parallel_ranks is \[{group[0]}, "):
+        with pytest.raises(ValueError, match="tensor_parallel_ranks"):
             SessionOptions(rank=0, n_ranks=4, shape=LOCAL, tensor_parallel_ranks=group, **options)
 
 
 def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: int) -> None:
-    """It dies in the forward pass of the first step, when rows are on their way to it."""
+    case = Case("dying", by_parallelize_module, placement="pool", lengths=[[[17, 4, 1], [9]]])
     with joined(rank, TP, folder) as mesh:
-        model = by_parallelize_module(f"{folder}/model", mesh)
-        options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "dying"))
-        batches = [
-            batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano)
-            for nano in ([17, 4, 1], [9])
-        ]
-        alive = [victim]
-
-        def kill(*_: Any) -> None:
-            while alive:
-                os.kill(alive.pop(), signal.SIGKILL)
-
-        if rank == 1:
-            model.model.layers[1].self_attn.register_forward_pre_hook(kill)
-        with Session.open(options) as session:
-            for step, nano_batches in submitted(session, [batches, batches]):
-                model.zero_grad()
-                with session.step(step) as running:
-                    loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
-                    loss.backward()
-                recoveries: list[Any] = [None] * TP
-                dist.all_gather_object(recoveries, running.recoveries)
-                # One for both ranks: they are in one job.
-                assert recoveries[0] == recoveries[1] == (1 if step == 0 else 0)
-                whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
-                expected_loss, expected = reference_of(f"{folder}/model", whole)
-                assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
-                assert_gradients(model, expected, TOLERANCE, f"step {step}")
+        run_case(case, folder, address, mesh, victim)
 
 
 def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
@@ -537,7 +495,7 @@ def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
     with joined(rank, TP, folder) as mesh:
         model = by_parallelize_module(f"{folder}/model", mesh)
         options = SessionOptions.for_model(model, **job(address, folder, "lost"))
-        batches = [batch_of([ids_of(0, n)], [0], [n]) for n in (7, 5)]
+        batches = whole_documents(0, [[7], [5]])
         if rank == 1:
             model.model.layers[1].mlp.register_full_backward_hook(
                 lambda *_: os.kill(os.getpid(), signal.SIGKILL)
