@@ -1,4 +1,4 @@
-"""Losses and gradients of a step, served and by float64 attention."""
+"""Cases of a framework: losses and gradients of each step, served and by float64 attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+
+from core_attention.manifest import RankManifest
+from trainer_client import Session
+
+
+def watched(session: Session) -> list[RankManifest]:
+    """What it submits from now on."""
+    submitted: list[RankManifest] = []
+    submit = session.submit
+
+    def also(manifest: RankManifest, *, forward_only: bool = False) -> None:
+        submitted.append(manifest)
+        submit(manifest, forward_only=forward_only)
+
+    session.submit = also  # type: ignore[method-assign]
+    return submitted
+
+
+def has_cut_documents(manifest: RankManifest) -> bool:
+    """Whether any document begins in one half and goes on in the other."""
+    begun = [any(s.offset for s in segments) for segments in manifest.nano_batches]
+    assert not any(begun[::2])
+    return any(begun)
 
 
 def assert_same(

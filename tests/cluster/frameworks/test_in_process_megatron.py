@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
-from tests.cluster.frameworks.reference import packed_attention  # noqa: E402
+from tests.support.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.frameworks.megatron import (  # noqa: E402
     ServedCoreAttention,
@@ -70,6 +70,17 @@ from trainer_client.frameworks.megatron.steps import (  # noqa: E402
 )
 from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
 from trainer_client.models.documents import Documents  # noqa: E402
+
+
+def packed_rows(lengths: list[int]) -> PackedSeqParams:
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
 
 
 def layer(mask: AttnMaskType = AttnMaskType.causal, kind: str = "self", **changes: Any) -> Any:
@@ -173,8 +184,7 @@ def test_validation_outside_of_a_step_is_computed_at_home(lengths: list[int]) ->
     shape, rows = served.shape, sum(lengths)
     heads = (shape.num_heads, shape.num_heads_kv, shape.num_heads_kv)
     q, k, v = (torch.randn(rows, n, shape.head_dim) for n in heads)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    packed = packed_rows(lengths)
     with pytest.raises(SessionError):
         served(q, k, v, packed_seq_params=packed)
     right, _ = packed_attention(q, k, v, lengths)
@@ -236,16 +246,10 @@ def test_what_says_too_little_is_refused() -> None:
 def test_packed_parameters_of_halves(
     lengths: list[int], multiple: int, inside: bool, expected: list[tuple[list[int], int]]
 ) -> None:
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = packed_rows(lengths)
+    bounds = packed.cu_seqlens_q
     halves = halves_of(
         bounds.tolist(), multiple=multiple, may_be_empty=False, inside_documents=inside
-    )
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
     )
     for half, (own_lengths, longest) in zip(halves, expected, strict=True):
         own = packed_of(packed, half)
@@ -472,13 +476,22 @@ def test_only_packed_rows_are_cut_inside_documents(
     assert rows == ([6, 6] if inside else [9, 3])
 
 
-def packed_rows(lengths: list[int]) -> PackedSeqParams:
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-
-
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 """A group of context parallelism."""
+
+
+def model_of(core: Any, *others: Any, rotates: str = "rope", **changes: Any) -> Any:
+    made: Any = Language(**changes)
+    made.layer = torch.nn.ModuleList([torch.nn.Module(), *others])
+    made.layer[0].core_attention = core
+    made.position_embedding_type = rotates
+    return made
+
+
+def mamba_stack() -> Any:
+    stack = MambaStack.__new__(MambaStack)
+    torch.nn.Module.__init__(stack)
+    return stack
 
 
 def test_models_in_which_more_than_attention_sees_neighbours_are_cut_at_documents(
@@ -486,15 +499,10 @@ def test_models_in_which_more_than_attention_sees_neighbours_are_cut_at_document
 ) -> None:
     monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda **_: ALONE)
 
-    def why(core: torch.nn.Module, *others: Any, rotates: str = "rope", **changes: Any) -> str:
-        made: Any = Language(**changes)
-        made.layer = torch.nn.ModuleList([torch.nn.Module(), *others])
-        made.layer[0].core_attention = core
-        made.position_embedding_type = rotates
-        return "; ".join(why_documents_stay_whole([made]))
+    def why(*modules: Any, **changes: Any) -> str:
+        return "; ".join(why_documents_stay_whole([model_of(*modules, **changes)]))
 
-    served, stack = layer(), MambaStack.__new__(MambaStack)
-    torch.nn.Module.__init__(stack)
+    served = layer()
     assert not why(served)
     assert not why(served, rotates="none")
     assert not why(served, multi_latent_attention=True)
@@ -502,7 +510,7 @@ def test_models_in_which_more_than_attention_sees_neighbours_are_cut_at_document
     assert "apply_rope_fusion is True" in why(served, apply_rope_fusion=True)
     assert "multi-token prediction" in why(served, mtp_num_layers=1)
     assert "position embeddings are 'mrope'" in why(served, rotates="mrope")
-    assert "MambaStack mixes tokens" in why(served, stack)
+    assert "MambaStack mixes tokens" in why(served, mamba_stack())
     assert "is a convolution" in why(served, torch.nn.Conv1d(1, 1, 1))
     assert "embeddings are None" in "; ".join(why_documents_stay_whole([torch.nn.Linear(1, 1)]))
     # A version that reads every document from 0 on.
@@ -548,20 +556,13 @@ def test_bounds_of_documents_are_found_on_the_host() -> None:
 
 
 def test_bounds_stay_on_the_gpu_where_they_are_needed() -> None:
-    def model(core: torch.nn.Module, rotates: str = "rope", **changes: Any) -> Any:
-        made: Any = Language(**changes)
-        made.layer = torch.nn.Module()
-        made.layer.core_attention = core
-        made.position_embedding_type = rotates
-        return made
-
     served = layer()
-    assert host_bounds.are_read_on_host(model(served))
-    assert not host_bounds.are_read_on_host(model(torch.nn.Identity()))
-    assert not host_bounds.are_read_on_host(model(served, apply_rope_fusion=True))
-    assert not host_bounds.are_read_on_host(model(served, rotates="none"))
-    assert not host_bounds.are_read_on_host(torch.nn.Linear(1, 1))
-    hybrid = model(served)
-    hybrid.stack = MambaStack.__new__(MambaStack)
-    torch.nn.Module.__init__(hybrid.stack)
-    assert not host_bounds.are_read_on_host(hybrid)
+    assert host_bounds.are_read_on_host(model_of(served))
+    for model in (
+        model_of(torch.nn.Identity()),
+        model_of(served, apply_rope_fusion=True),
+        model_of(served, rotates="none"),
+        model_of(served, mamba_stack()),
+        torch.nn.Linear(1, 1),
+    ):
+        assert not host_bounds.are_read_on_host(model)

@@ -19,8 +19,9 @@ from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.gpt_oss import model_registry as gpt_oss  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 
+from core_attention.score_rule import ScoreRule  # noqa: E402
 from examples.torchtitan.llama3 import debugmodel  # noqa: E402
-from tests.cluster.frameworks.reference import packed_attention  # noqa: E402
+from tests.support.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.frameworks.torchtitan import (  # noqa: E402
     served,
@@ -122,7 +123,9 @@ def test_validation_outside_of_a_step_is_computed_at_home(window: int | None) ->
         with pytest.raises(SessionError):
             layer(q, k, v, attention_masks=None)
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    right, sums = packed_attention(q, k, v, [each for each in lengths if each], 0.5, window)
+    right, sums = packed_attention(
+        q, k, v, [each for each in lengths if each], 0.5, ScoreRule(window=window)
+    )
     # A float32 sum of at most 7 terms.
     torch.testing.assert_close(
         o.flatten(0, 1).double(), right * sums[..., None], rtol=1e-5, atol=1e-6

@@ -1,12 +1,8 @@
-"""A rank of torchtitan on a CPU, twice for each case: with float64 attention, and served.
-
-python -m tests.cluster.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE GROUP RANKS RANK
-"""
+"""A rank of torchtitan on a CPU, twice for each case: with float64 attention, and served."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from core_attention.manifest import RankManifest
 from core_attention.schedule import write_csv
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import parse_shape
-from tests.cluster.frameworks.comparison import assert_same
+from tests.cluster.frameworks.comparison import (
+    assert_same,
+    has_cut_documents,
+    watched,
+)
 from tests.cluster.frameworks.cpu_devices import float32_experts, torchtitan_on_cpu
 from tests.support.cluster import keep_profile
+from tests.support.process_groups import process_group
 
 STEPS = 3
 
@@ -203,35 +202,24 @@ class Rank(ServedTrainer):
         return super()._why_documents_stay_whole()
 
     def has_cut_documents(self) -> bool:
-        """Whether any document of what was submitted begins in one half and goes on in the other;
-        halves have equally many rows then."""
-        cut = False
-        for manifest in self.submitted:
+        """Whether any document of what was submitted lies in both halves; these have equally many
+        rows then."""
+        cut = list(filter(has_cut_documents, self.submitted))
+        for manifest in cut:
             rows = [manifest.tokens(lane) for lane in range(manifest.n_nano_batches)]
-            begun = [any(s.offset for s in segments) for segments in manifest.nano_batches]
-            assert not any(begun[::2])
-            if any(begun):
-                most = self._cutting.multiple
-                assert all(
-                    0 <= first - second <= most
-                    for first, second in zip(rows[::2], rows[1::2], strict=True)
-                ), rows
-                cut = True
-        return cut
+            most = self._cutting.multiple
+            assert all(
+                0 <= first - second <= most
+                for first, second in zip(rows[::2], rows[1::2], strict=True)
+            ), rows
+        return bool(cut)
 
     def knows_the_order(self) -> bool:
         """Whether plans give idle stages more."""
         return self._session.options.pipelining is not None
 
     def _wire(self) -> None:
-        self.submitted: list[RankManifest] = []
-        submit = self._session.submit
-
-        def submitted(manifest: RankManifest, *, forward_only: bool = False) -> None:
-            self.submitted.append(manifest)
-            submit(manifest, forward_only=forward_only)
-
-        self._session.submit = submitted  # type: ignore[method-assign]
+        self.submitted = watched(self._session)
         super()._wire()
 
     def more_session_options(self) -> dict[str, Any]:
@@ -345,21 +333,12 @@ def run(case: Case, control_plane: str) -> None:
         trainer.close()
 
 
-def main(folder: str, control_plane: str, group: str, n_ranks: str, rank: str) -> None:
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n_ranks)
-    torch.set_num_threads(1)
+def run_group(folder: Path, control_plane: str, group: str, rank: int, n_ranks: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n_ranks))
     float32_experts()
-    Rank.folder = Path(folder)
+    Rank.folder = folder
     for shape in SHAPES:
-        keep_profile(Rank.folder, parse_shape(f"{shape}:float32"))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=int(n_ranks)
-    )
-    for case in GROUPS[group]:
-        run(case, control_plane)
-        print(f"equal: {case.name}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        keep_profile(folder, parse_shape(f"{shape}:float32"))
+    with process_group(folder, rank, n_ranks):
+        for case in GROUPS[group]:
+            run(case, control_plane)

@@ -15,7 +15,8 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
-from tests.cluster.frameworks.reference import packed_attention
+from core_attention.score_rule import PLAIN, ScoreRule
+from tests.support.reference import packed_attention
 
 _SIGNATURE = inspect.signature(VarlenAttention.forward)
 
@@ -28,14 +29,14 @@ class ReferenceAttention(VarlenAttention):
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
         before = config.window_size[0]
-        self.window = None if before == -1 else before + 1
+        self.rule = PLAIN if before == -1 else ScoreRule(window=before + 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         _, query, key, value, *_ = arguments.values()
         lengths = arguments["attention_masks"].cu_seq_q.diff().tolist()
         q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
-        o, lse = packed_attention(q, k, v, lengths, arguments.get("scale"), self.window)
+        o, lse = packed_attention(q, k, v, lengths, arguments.get("scale"), self.rule)
         o = o.to(query.dtype).view(*query.shape[:-1], value.shape[-1])
         transform: Callable[..., torch.Tensor] | None = arguments.get("out_transform")
         return o if transform is None else transform(o, lse.float().view(*query.shape[:-1]))
