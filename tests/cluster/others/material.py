@@ -26,12 +26,12 @@ def write_material(folder: Path) -> None:
     config = AutoConfig.for_model("llama", **fields, pad_token_id=0, max_position_embeddings=512)
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(1)
     n = [torch.randint(1, longest, (48,), generator=generator).tolist() for longest in (9, 50, 30)]
     names = ("prompt", "chosen", "rejected")
     pairs = [
-        {name: _words(length, generator) for name, length in zip(names, lengths, strict=True)}
+        {name: words(length, generator) for name, length in zip(names, lengths, strict=True)}
         for lengths in zip(*n, strict=True)
     ]
     _write(folder / "preference", pairs)
@@ -44,7 +44,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
-def _words(n: int, generator: torch.Generator) -> str:
+def words(n: int, generator: torch.Generator) -> str:
     ids = torch.randint(4, VOCABULARY, (n,), generator=generator).tolist()
     return " ".join(f"t{each}" for each in ids)
 
@@ -55,10 +55,10 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def _tokenizer() -> Any:
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "assistant": 3}
-    words |= {f"t{each}": each for each in range(4, VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+def tokenizer() -> Any:
+    known = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "assistant": 3}
+    known |= {f"t{each}": each for each in range(4, VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     untyped: Any = PreTrainedTokenizerFast
     return untyped(

@@ -1,112 +1,249 @@
-"""The Trainer of transformers and TRL's SFTTrainer train with DistCA as they do with local
-attention."""
+"""The Trainer of transformers and those of TRL, which pack batches, pad them or make their own,
+train with DistCA as with local attention. tests/cluster/others has some of them on two ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from tests import ROOT
-from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile
-
-N_RANKS = 2
-DEADLINE_SECONDS = 280
-TOLERANCES = {
-    # float32 through two layers, on the same weights: a few hundred roundings of 6e-8.
-    "gradients": 2e-5,
-    # Three steps of AdamW in which such gradients are divided by their own size.
-    "log": 2e-4,
-}
-BFLOAT16_TOLERANCES = {
-    # Q, K, V, O and their gradients are rounded to 8 bits (4e-3) by kernels that sum differently.
-    "gradients": 6e-2,
-    "log": 3e-2,
-}
-
-
-@pytest.fixture(scope="module")
-def runs(pool_of_four: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both ranks have seen, by run."""
-    folder = tmp_path_factory.mktemp("trainer")
-    for dtype in ("float32", "bfloat16"):
-        keep_profile(folder, dataclasses.replace(NODE_SHAPE, dtype=dtype))
-    script = str(ROOT / "tests" / "cluster" / "trainer_client" / "trainer_runs.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run = subprocess.run(
-        [*launch, f"--nproc-per-node={N_RANKS}", script, pool_of_four.address, str(folder)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-        },
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(N_RANKS)]
-
-
-@pytest.mark.timeout(DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize(
-    ("name", "placement", "n_steps"),
-    [
-        # With accumulation of 2, three steps of the optimiser are six of the session.
-        ("plain", "in-place", 6),
-        ("plain", "pool", 6),
-        ("packing", "pool", 3),
-        ("padding-free", "in-place", 3),
-        ("lora", "pool", 3),
-        ("bfloat16", "in-place", 3),
-    ],
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from tests.cluster.others.material import tokenizer, words
+from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile
+from tests.support.loops import attached
+from tests.support.tiny_models import TINY_LLAMA
+
+VOCABULARY: int = TINY_LLAMA["vocab_size"]
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "max_steps": 3,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "disable_tqdm": True,
+    "max_grad_norm": 0.5,
+    "bf16": False,
+}
+# float32 through two layers, on the same weights: a few hundred roundings of 6e-8. Then three steps
+# of AdamW in which such gradients are divided by their own size.
+EXACT = (2e-5, 2e-4)
+# Q, K, V, O and their gradients are rounded to 8 bits (4e-3) by kernels that sum differently.
+HALF = (6e-2, 3e-2)
+"""Tolerances of gradients and logs."""
+
+LENGTHS = (
+    (1, 1, 1),
+    (5, 9, 2),
+    (3, 1, 30),
+    (17, 4, 4),
+    (2, 40, 7),
+    (1, 33, 6),
+    (8, 2, 3),
+    (4, 5, 6),
+)
+"""Of prompts, chosen and rejected completions."""
+
+
+def documents(n: int, longest: int, seed: int = 1) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (n,), generator=generator)
+    return [
+        {"input_ids": torch.randint(4, VOCABULARY, (int(k),), generator=generator).tolist()}
+        for k in lengths
+    ]
+
+
+def pairs() -> list[dict[str, str]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            name: words(n, generator)
+            for name, n in zip(("prompt", "chosen", "rejected"), its, strict=True)
+        }
+        for its in LENGTHS
+    ]
+
+
+def loaded(implementation: str, folder: Path, task: str = "CausalLM", **fields: Any) -> Any:
+    """A model as people have it: from a folder, which DPO loads its reference from as well."""
+    auto: Any = getattr(transformers, f"AutoModelFor{task}")
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            **TINY_LLAMA, pad_token_id=0, eos_token_id=1, bos_token_id=None, **fields
+        )
+        auto.from_config(config).save_pretrained(folder)
+    return auto.from_pretrained(folder, attn_implementation=implementation)
+
+
+def plain(implementation: str, folder: Path, **settings: Any) -> Trainer:
+    """Everything at once: accumulation, checkpoints of activations, evaluation, saving."""
+    collator: Any = DataCollatorWithFlattening
+    args = transformers.TrainingArguments(
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
+        **{**settings, "save_strategy": "steps", "save_steps": 2},
+    )
+    return Trainer(
+        loaded(implementation, folder),
+        args,
+        data_collator=collator(),
+        train_dataset=documents(30, 90),
+        eval_dataset=documents(8, 40, seed=2),
+    )
+
+
+def sft(implementation: str, folder: Path, *, adapters: Any = None, **settings: Any) -> Trainer:
+    """TRL as it is set by default: activation checkpoints, its own head and loss."""
+    trainer: Trainer = SFTTrainer(
+        loaded(implementation, folder),
+        SFTConfig(**{"max_length": 128, **settings}),
+        train_dataset=Dataset.from_list(documents(60, 60)),
+        processing_class=tokenizer(),
+        peft_config=adapters,
+    )
+    return trainer
+
+
+def preference(
+    trainer: Any, config: Any, implementation: str, folder: Path, *, task: str = "CausalLM",
+    fields: Any = None, **settings: Any,
+) -> Any:  # fmt: skip
+    return trainer(
+        loaded(implementation, folder, task, **(fields or {})),
+        args=config(**settings),
+        train_dataset=Dataset.from_list(pairs()),
+        processing_class=tokenizer(),
+    )
+
+
+def dpo(implementation: str, folder: Path, **settings: Any) -> Any:
+    return preference(DPOTrainer, DPOConfig, implementation, folder, **settings)
+
+
+def orpo(implementation: str, folder: Path, **settings: Any) -> Any:
+    return preference(ORPOTrainer, ORPOConfig, implementation, folder, **settings)
+
+
+def reward(implementation: str, folder: Path, **settings: Any) -> Any:
+    given = {"task": "SequenceClassification", "fields": {"num_labels": 1}, **settings}
+    return preference(RewardTrainer, RewardConfig, implementation, folder, **given)
+
+
+def grpo(implementation: str, folder: Path, **settings: Any) -> Any:
+    return GRPOTrainer(
+        loaded(implementation, folder),
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        args=GRPOConfig(num_generations=2, max_completion_length=6, **settings),
+        train_dataset=Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs()]),
+        processing_class=tokenizer(),
+    )
+
+
+LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "plain": (plain, {}, "pool"),
+    "packing": (sft, {"packing": True}, "pool"),
+    "padding-free": (sft, {"padding_free": True, "max_length": None}, "in-place"),
+    "lora": (sft, {"packing": True, "adapters": LORA}, "pool"),
+    "bfloat16": (sft, {"packing": True, "bf16": True}, "in-place"),
+    "dpo": (dpo, {"max_steps": 2}, "pool"),
+    "orpo": (orpo, {"max_steps": 2}, "pool"),
+    "reward": (reward, {"max_steps": 2}, "pool"),
+    "grpo": (grpo, {"max_steps": 2}, "pool"),
+}
+"""By name: how the trainer is made, with which settings, and where core attention is served."""
+
+
+class FirstGradients(TrainerCallback):
+    """Keeps the gradients of the first optimiser's step."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.kept:
+            named = kwargs["model"].named_parameters()
+            self.kept = {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Gradients of the first step, and losses and norms of all."""
+
+    gradients: dict[str, torch.Tensor]
+    log: list[dict[str, float]]
+
+    @classmethod
+    def by(cls, trainer: Any, resume: str | None = None) -> Trained:
+        gradients = FirstGradients()
+        trainer.add_callback(gradients)
+        trainer.train(resume_from_checkpoint=resume)
+        kept = ("loss", "grad_norm", "step")
+        entries = trainer.state.log_history
+        log = [{k: float(v) for k, v in e.items() if k.endswith(kept)} for e in entries]
+        return cls(gradients.kept, log)
+
+    def compare(self, local: Trained, of_gradients: float, of_log: float) -> None:
+        assert self.gradients.keys() == local.gradients.keys() != set()
+        for name, expected in local.gradients.items():
+            difference = (self.gradients[name] - expected).abs().max()
+            assert difference <= of_gradients * expected.abs().max(), name
+        assert len(local.log) >= 2
+        for mine, theirs in zip(self.log, local.log, strict=True):
+            assert mine == pytest.approx(theirs, rel=of_log)
+
+
+def settings_in(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {**SETTINGS, "output_dir": str(folder / "out"), **changes}
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_trains_as_with_local_attention(
-    runs: list[dict[str, Any]], name: str, placement: str, n_steps: int
+    name: str, tmp_path: Path, pool_of_four: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tolerances = BFLOAT16_TOLERANCES if name == "bfloat16" else TOLERANCES
-    for rank in runs:
-        local, served = rank[name]["local"], rank[name][placement]
-        # Numbers are left out where a rank was too late for a step, as on a busy machine.
-        assert served["steps"] >= n_steps
-        assert served["gradients"].keys() == local["gradients"].keys() != set()
-        for parameter, gradient in local["gradients"].items():
-            expected = torch.tensor(gradient)
-            found = torch.tensor(served["gradients"][parameter])
-            difference = (found - expected).abs().max() / expected.abs().max()
-            assert difference < tolerances["gradients"], parameter
-        assert len(local["log"]) >= n_steps // 2
-        for mine, theirs in zip(served["log"], local["log"], strict=True):
-            assert mine == pytest.approx(theirs, rel=tolerances["log"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    keep_profile(pool_of_four.folder, dataclasses.replace(NODE_SHAPE, dtype="bfloat16"))
+    make, changes, placement = RUNS[name]
+    local = Trained.by(make("sdpa", tmp_path, **settings_in(tmp_path, **changes)))
+    trainer = make("distca", tmp_path, **settings_in(tmp_path, **changes))
+    with attached(pool_of_four, trainer.model, f"trainer-{name}", placement=placement) as door:
+        served = Trained.by(trainer)
+        assert door.session is not None
+        assert door.session.next_step >= trainer.args.max_steps
+    served.compare(local, *(HALF if name == "bfloat16" else EXACT))
 
 
-@pytest.mark.timeout(DEADLINE_SECONDS + 20)
-def test_the_trainers_own_log_has_the_balance(runs: list[dict[str, Any]]) -> None:
-    first, other = (rank["plain"]["in-place"]["scalars"] for rank in runs)
-    assert not any(other), "one rank logs"
-    assert len(first) == 3
-    for scalars in first:
-        assert scalars["distca/tokens_per_second"] > 0
-        assert 0 < scalars["distca/mfu"] < 1
-    shown = first[-1]
-    assert shown["distca/step_seconds"] >= shown["distca/wait_seconds"] >= 0
-    assert shown["distca/home_imbalance"] >= 1
-    assert shown["distca/imbalance"] >= 1
-    assert "distca/saved_seconds" in shown
-
-
-@pytest.mark.timeout(DEADLINE_SECONDS + 20)
-def test_resumes_from_a_checkpoint(runs: list[dict[str, Any]]) -> None:
-    whole, resumed = (runs[0]["plain"][each]["log"] for each in ("in-place", "resumed"))
-    steps = [entry for entry in whole if "loss" in entry]
-    again = [entry for entry in resumed if "loss" in entry]
-    assert again[-1] == pytest.approx(steps[-1], rel=TOLERANCES["log"])
+def test_resumes_from_a_checkpoint(tmp_path: Path, pool_of_four: Cluster) -> None:
+    logs: list[list[dict[str, float]]] = []
+    for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
+        trainer: Any = plain("distca", tmp_path, **settings_in(tmp_path))
+        job = f"resumed-{len(logs)}"
+        with attached(pool_of_four, trainer.model, job, placement="in-place"):
+            logs.append(Trained.by(trainer, resume).log)
+    whole, resumed = ([entry for entry in log if "loss" in entry] for log in logs)
+    assert resumed[-1] == pytest.approx(whole[-1], rel=EXACT[1])
