@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,8 +20,14 @@ def foreign_address() -> str:
     pytest.skip("this machine has the loopback interface alone")
 
 
-def unused_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])
+def unused_port(n: int = 1) -> int:
+    """The first of ``n`` in a row that were free a moment ago, for what listens there now or comes
+    back to it. None is one of those that the kernel gives to outgoing connections, of which one
+    could have it meanwhile."""
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        first = random.randrange(below // 2, below - n)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + n):
+                probes.enter_context(socket.create_server(("", port)))
+            return first

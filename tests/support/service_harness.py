@@ -265,27 +265,18 @@ class Client:
         )
         return str(self.membership.RegisterServer(request).lease_id)
 
-    def open(self, rank: int, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, str]:
-        """Opens a job as ``rank``, with an in-place server if it needs one: job id and lease."""
+    def open(
+        self, rank: int, spec: jobs_pb2.JobSpec | None = None, *, stands_by: bool = False
+    ) -> tuple[str, str]:
+        """Opens a job as ``rank``, with an in-place server if it needs one, or with one that stands
+        by: job id and lease."""
         spec = spec or job_spec()
         request = jobs_pb2.OpenJobRequest(spec=spec, rank=rank, host=f"host-{rank}")
-        if spec.placement != jobs_pb2.PLACEMENT_POOL:
-            request.in_place_server.CopyFrom(server_description(f"{spec.name}.rank-{rank}"))
+        if stands_by or spec.placement != jobs_pb2.PLACEMENT_POOL:
+            changes: dict[str, Any] = {"profiles": []} if stands_by else {}
+            own = server_description(f"{spec.name}.rank-{rank}", **changes)
+            request.in_place_server.CopyFrom(own)
         answer = self.jobs.OpenJob(request)
-        self.tokens.opened(answer)
-        return answer.job_id, answer.rank_lease_id
-
-    def open_with_standby(self, rank: int, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, str]:
-        """Opens a job on the pool as ``rank``, with an in-place server that stands by."""
-        spec = spec or job_spec()
-        answer = self.jobs.OpenJob(
-            jobs_pb2.OpenJobRequest(
-                spec=spec,
-                rank=rank,
-                host=f"host-{rank}",
-                in_place_server=server_description(f"{spec.name}.rank-{rank}", profiles=[]),
-            )
-        )
         self.tokens.opened(answer)
         return answer.job_id, answer.rank_lease_id
 

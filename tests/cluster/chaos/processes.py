@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from distca.run_folder import RunFolder
 from tests import ROOT
 from tests.cluster.chaos.hosts import LOOPBACK, Host
 from tests.cluster.chaos.tick_log import TickReader
+from tests.support.addresses import unused_port
 from tests.support.cluster import keep_profile
 
 START_SECONDS = 200.0
@@ -116,7 +115,7 @@ class Job:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         keep_profile(self.folder, SHAPE)
-        self._ports = {name: _free_port() for name in self.control_planes}
+        self._ports = {name: unused_port() for name in self.control_planes}
         if self.mutual_tls:
             _make_certificates(self.folder)
         self.ticks = [
@@ -376,16 +375,3 @@ def _make_certificates(folder: Path) -> None:
     """An authority, and a certificate of each role, good on the loopback host."""
     command = [*_DISTCA, "certs", "make", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=START_SECONDS)
-
-
-def _free_port() -> int:
-    """A port that is free now; the control plane comes back to it. It is none of those that the
-    kernel gives to outgoing connections: one of them could have it while the control plane is away,
-    even one that tries to reach the control plane."""
-    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    below = int(range_file.read_text().split()[0])
-    while True:
-        port = random.randrange(below // 2, below)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -1,8 +1,7 @@
 """A user's training loop, for tests: two ranks on the CPU. A marker file in the folder has both of
 them killed in the middle of a step; who finishes writes the step it reached.
 
-Environment: RANK, WORLD_SIZE, DISTCA_TEST (JSON: control_plane, folder, placement, job, and a file
-to wait for before it begins, if any).
+Environment: RANK, WORLD_SIZE, DISTCA_TEST (JSON: control_plane, folder).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import nn
 from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, on_this_host
 from tests.support.loops import PingPong
-from trainer_client import Session, SessionOptions, core_attention
+from trainer_client import Placement, Session, SessionOptions, core_attention
 
 STEPS = 4
 KILLED_IN = 2
@@ -44,18 +43,16 @@ def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(chosen["folder"])
     options = SessionOptions(
         control_plane=chosen["control_plane"],
-        job=chosen["job"],
+        job="torchrun",
         rank=rank,
         n_ranks=int(os.environ["WORLD_SIZE"]),
         n_layers=2,
         shape=NODE_SHAPE,
-        placement=chosen["placement"],
+        placement=Placement.IN_PLACE,
         planner="random",
         **on_this_host(folder),
     )
     model = PingPong(Model())
-    while chosen["begin"] and not Path(chosen["begin"]).exists():
-        time.sleep(0.01)
     began = time.monotonic()
     with Session.open(options) as session:
         opened_seconds = time.monotonic() - began

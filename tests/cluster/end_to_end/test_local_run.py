@@ -177,21 +177,3 @@ def test_interrupted_and_resumed_run_gives_the_losses_of_an_undisturbed_one(
     assert rest.wait(150.0).exit_code == 0
     losses = [step.loss for step in rest.steps()]
     assert losses == pytest.approx(undisturbed.losses, rel=1e-5)
-
-
-def test_bad_data_is_told_before_anything_starts(start_run: StartRun, tmp_path: Path) -> None:
-    run = start_run("run", f"--data={tmp_path / 'absent'}")
-    ended = run.wait(30.0)
-    assert ended.exit_code == 1
-    assert f"DataError: data path {tmp_path / 'absent'} is no folder" in ended.output
-    assert not run.folder.root.exists()
-
-
-def test_earlier_run_of_the_name_is_kept(start_run: StartRun) -> None:
-    folder = start_run("run", "--data=/absent").folder
-    folder.logs.mkdir(parents=True)
-    ended = start_run("run").wait(30.0)
-    assert ended.exit_code == 1
-    assert "RunFolderError" in ended.output
-    assert "holds a run already" in ended.output
-    assert "Logs:" not in ended.output, "that would be the earlier run's"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,19 +31,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def environment(running: Cluster, job: str, placement: str, begin: str = "") -> dict[str, str]:
-    """Of ranks that begin when the file ``begin`` is there; the first to do so kill themselves."""
+def environment(running: Cluster) -> dict[str, str]:
+    """Of ranks, the first of which kill themselves."""
     (running.folder / "kill").touch()
-    for rank in (0, 1):
-        (running.folder / f"here-{rank}").unlink(missing_ok=True)
-        (running.folder / f"result-{rank}.json").unlink(missing_ok=True)
-    chosen = {
-        "control_plane": running.address,
-        "folder": str(running.folder),
-        "placement": placement,
-        "job": job,
-        "begin": begin,
-    }
+    chosen = {"control_plane": running.address, "folder": str(running.folder)}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -69,7 +59,7 @@ def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
             "--max-restarts=1", str(SCRIPT),
         ],
-        env=environment(running, "torchrun", "in-place"),
+        env=environment(running),
         cwd=running.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,43 +69,6 @@ def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     check_results(running)
-
-
-@pytest.mark.timeout(2 * END_SECONDS)
-def test_job_on_the_pool_is_killed_and_started_again_at_once(running: Cluster) -> None:
-    node = running.start_node("node-0")
-    begin = running.folder / "begin"
-    again = start_ranks(running, "again", environment(running, "pool", "pool", str(begin)))
-    first = start_ranks(running, "first", environment(running, "pool", "pool"))
-    try:
-        assert [rank.wait(END_SECONDS) for rank in first] == [-signal.SIGKILL] * 2
-        begin.touch()
-        assert [rank.wait(END_SECONDS) for rank in again] == [0, 0], log_of(running, "again")
-    finally:
-        for rank in (*first, *again):
-            rank.kill()
-    check_results(running)
-    assert "fenced" not in node.log.read_text()
-    assert node.terminate() == 0
-
-
-def start_ranks(
-    running: Cluster, name: str, environ: dict[str, str]
-) -> list[subprocess.Popen[bytes]]:
-    with (running.folder / f"{name}.log").open("w") as log:
-        return [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
-                env={**environ, "RANK": str(rank), "WORLD_SIZE": "2"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in (0, 1)
-        ]
-
-
-def log_of(running: Cluster, name: str) -> str:
-    return (running.folder / f"{name}.log").read_text()[-6000:]
 
 
 def test_session_that_failed_is_opened_again_in_the_same_process(running: Cluster) -> None:

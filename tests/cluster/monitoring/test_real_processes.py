@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from core_attention.shape import AttentionShape
 from distca.process.monitoring import PAIRS_PATH
 from tests import ROOT
 from tests.cluster.end_to_end.local_run import TINY
+from tests.support.addresses import unused_port
 from tests.support.cluster import cluster, keep_profile
 from tests.unit.monitoring.table import Row, documented_metrics
 
@@ -106,15 +105,6 @@ def scrape(address: str, path: str = "/metrics") -> Exported:
     return Exported(rows, sums, values)
 
 
-def free_port() -> int:
-    """The first of N_RANKS ports in a row that nobody listens on now."""
-    with ExitStack() as stack:
-        first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-        for rank in range(1, N_RANKS):
-            stack.enter_context(socket.create_server(("127.0.0.1", first + rank)))
-        return int(first)
-
-
 def start_trainer(
     rank: int, folder: Path, control_plane: str, port: int
 ) -> subprocess.Popen[bytes]:
@@ -155,7 +145,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     profiles.mkdir(parents=True)
     keep_profile(profiles, TINY_SHAPE)
     with cluster(folder, 1, node_shape=TINY_SHAPE) as running:
-        port = free_port()
+        port = unused_port(N_RANKS)
         trainers = [start_trainer(rank, folder, running.address, port) for rank in range(N_RANKS)]
         try:
             addresses = {

@@ -19,6 +19,7 @@ from attention_node.server import UNSERVED_SECONDS
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
+from tests.support.addresses import unused_port
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.errors import fails
 from tests.support.programs import ran_python
@@ -78,11 +79,6 @@ def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
     assert all(s > 0 for s in (*measured.forward_busy_seconds, *measured.backward_busy_seconds))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def http_status(port: int, path: str) -> int:
     """What the metrics port answers; 0 while nobody does."""
     try:
@@ -98,7 +94,7 @@ def http_status(port: int, path: str) -> int:
 def test_a_node_that_measures_its_profile_lives_and_does_not_serve_yet(
     running: Cluster, tmp_path: Path
 ) -> None:
-    go_on, metrics = tmp_path / "go-on", free_port()
+    go_on, metrics = tmp_path / "go-on", unused_port()
     prelude = f"""
 import pathlib, time
 from attention_node import server

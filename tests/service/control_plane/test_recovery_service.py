@@ -73,8 +73,7 @@ class Pair:
 
 
 def open_pair(client: Client, *, standby: bool = False, **spec: Any) -> Pair:
-    opening = client.open_with_standby if standby else client.open
-    opened = [opening(rank, job_spec(**spec)) for rank in (0, 1)]
+    opened = [client.open(rank, job_spec(**spec), stands_by=standby) for rank in (0, 1)]
     job_id = opened[0][0]
     leases = [lease for _, lease in opened]
     watchers = [client.watch_rank(job_id, lease) for lease in leases]

@@ -496,7 +496,7 @@ def test_planning_servers_scale_the_nearest_profile_and_drain_in_place_ones() ->
 
 def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
     spec = job_spec("located", placement=jobs_pb2.PLACEMENT_POOL)
-    job_id, lease = client.open_with_standby(0, spec)
+    job_id, lease = client.open(0, spec, stands_by=True)
 
     def locate(*ranks: int) -> dict[int, tuple[str, str]]:
         request = jobs_pb2.LocateRanksRequest(job_id=job_id, rank_lease_id=lease, ranks=ranks)
@@ -504,7 +504,7 @@ def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
         return {each.rank: (each.server_id, each.data_address) for each in answer.ranks}
 
     assert locate(1) == {}, "it has not joined"
-    client.open_with_standby(1, spec)
+    client.open(1, spec, stands_by=True)
     address = server_description("located.rank-1").data_address
     assert locate(1) == {1: ("located.rank-1", address)}
     assert locate() == {}

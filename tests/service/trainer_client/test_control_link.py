@@ -14,7 +14,6 @@ import pytest
 from control_plane.server import ControlPlane
 from core_attention.manifest import RankManifest, Segment
 from distca.contract import rpc
-from distca.contract.server_loss import LossCause, ServerLoss
 from tests.service.trainer_client.talking_rank import WAIT_SECONDS, TalkingRank
 from tests.support.errors import fails
 from tests.support.service_harness import (
@@ -48,54 +47,6 @@ def submit_all(ranks: Sequence[TalkingRank], *steps: int) -> None:
     for step in steps:
         for rank in ranks:
             rank.submit(step)
-
-
-def test_a_step_from_manifest_to_finish(control_plane: ControlPlane, client: Client) -> None:
-    client.register("s0")
-    with ranks_of(control_plane.address) as ranks:
-        submit_all(ranks, 0)
-        for rank in ranks:
-            planned = rank.wait(0)
-            assert planned.first_tick.tolist() == [0, 0, 0]
-            assert planned.plan.epoch == rank.steps.epoch
-            assert rank.plan_of(0) is planned
-            rank.report(0)
-        for rank in ranks:
-            rank.receives(("finished", 0))
-            assert rank.received == ["opened", ("planned", 0), ("finished", 0)]
-            assert rank.plan_of(0) is None
-        assert ranks[0].link.fetch_step(0).plan.manifest.step == 0
-
-
-def lost(server_id: str, epoch: int) -> ServerLoss:
-    return ServerLoss(
-        server_id=server_id,
-        epoch=epoch,
-        cause=LossCause.TRANSPORT_ERROR,
-        detail="connection reset",
-    )
-
-
-def test_recovery_asks_for_progress_and_brings_new_plans(
-    control_plane: ControlPlane, client: Client
-) -> None:
-    client.register("s0")
-    client.register("s1")
-    with ranks_of(control_plane.address) as ranks:
-        submit_all(ranks, 0, 1)
-        for rank in ranks:
-            epoch = rank.wait(0).plan.epoch
-            rank.receives(("planned", 1))
-            rank.progress = {0: [2 + rank.rank, 1]}
-        ranks[0].link.report_lost(lost("s0", epoch))
-        for rank in ranks:
-            rank.receives(("planned", 1), times=2)
-            assert rank.received[3:] == [("recover", ["s0"]), ("planned", 0), ("planned", 1)]
-            again = rank.plan_of(0)
-            assert again is not None
-            assert again.plan.epoch == rank.steps.epoch == epoch + 1
-            assert again.first_tick.tolist() == [2 + rank.rank, 2 + rank.rank, 1]
-            assert rank.wait(1).plan.epoch == epoch + 1
 
 
 def test_what_is_said_while_a_stream_breaks_is_said_on_the_next(
@@ -193,6 +144,31 @@ def test_a_standby_is_found_at_the_next_address(tmp_path: Path) -> None:
             for rank in ranks:
                 rank.receives(("recover", []))
             assert second.coordinator.job(ranks[0].link.job_id).leases.joined == [0, 1]
+
+
+def test_a_job_that_lives_keeps_its_name_unless_it_is_replaced(
+    control_plane: ControlPlane,
+) -> None:
+    with ranks_of(control_plane.address) as ranks:
+        eventually(lambda: all(rank.link.connected for rank in ranks))
+        second = TalkingRank(settings(control_plane.address))
+        with fails(rpc.Reason.ALREADY_EXISTS):
+            second.open()
+        second.close()
+        assert all(rank.link.failure is None for rank in ranks)
+        with ranks_of(control_plane.address, replace=True):
+            eventually(lambda: all(rank.link.failure is not None for rank in ranks))
+
+
+def test_a_control_plane_without_memory_ends_jobs_whose_names_are_free_then() -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(running())
+        with ranks_of(first.address) as ranks:
+            stack.close()
+            with running(listen_address=first.address):
+                eventually(lambda: all(rank.link.failure is not None for rank in ranks))
+                with ranks_of(first.address):
+                    pass
 
 
 def test_a_control_plane_that_stays_away_ends_the_job() -> None:

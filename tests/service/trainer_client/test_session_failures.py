@@ -16,7 +16,6 @@ import torch
 
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.ca_task import Phase
-from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
 from data_plane.transport import Address, HandshakeRejected, TransportError
 from data_plane.ucxx.settings import UcxxSettings
@@ -27,7 +26,6 @@ from tests.service.trainer_client.test_recovery import kill_at
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.errors import fails
 from tests.support.team import Team
-from tests.support.waiting import eventually
 from trainer_client import (
     CoreAttentionFailed,
     Placement,
@@ -63,23 +61,6 @@ def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
         assert max(running.recoveries for running in result.running) >= 1
 
 
-@pytest.mark.parametrize("placement", ["pool", "in-place"])
-def test_ranks_go_on_at_home_while_the_control_plane_is_away(
-    doomed: Cluster, placement: str
-) -> None:
-    with Team(doomed, 2, NODE_SHAPE, placement=placement) as team:
-        team.run(whole())
-        doomed.control_plane.kill()
-        for _ in range(2):
-            result = team.check(whole())
-            assert all(running.machine.at_home for running in result.running)
-        doomed.start_control_plane()
-        eventually(
-            lambda: not any(run.machine.at_home for run in team.check(whole()).running),
-            4 * SOON_SECONDS,
-        )
-
-
 @pytest.mark.parametrize("phase", Phase)
 def test_what_lost_servers_owe_is_computed_at_home_without_a_control_plane(
     doomed: Cluster, monkeypatch: pytest.MonkeyPatch, phase: Phase
@@ -106,15 +87,6 @@ def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
             team.sessions[0].submit(whole()[1])
         with pytest.raises(ValueError, match="1 nano-batches"):
             team.sessions[0].submit(RankManifest.from_lengths(0, 0, [[3]]))
-
-
-def test_a_wrong_tensor_is_refused(pool_of_four: Cluster) -> None:
-    k = torch.zeros(300, 2, 16)
-    with Team(pool_of_four, 1, NODE_SHAPE, placement="pool", n_nano_batches=1) as team:
-        session = team.sessions[0]
-        session.submit(RankManifest.from_lengths(0, 0, [[300]]))
-        with pytest.raises(TensorError), session.step(0):
-            core_attention(torch.zeros(299, 4, 16), k, k)
 
 
 def test_backward_outside_of_its_step_is_refused(pool_of_four: Cluster) -> None:
