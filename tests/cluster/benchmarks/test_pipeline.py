@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ from benchmarks.gpu.training.pipeline_report import (
 from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.manifest import Manifest, RankManifest, Segment
-from tests import ROOT
 from tests.support.programs import ran
 
 TOKENS = 128 * 1024
@@ -58,12 +53,6 @@ def test_packed_microbatches_are_full_and_as_even_as_whole_documents_allow(
     assert unevenness(packed, batch.lengths) <= unevenness(
         microbatches.as_drawn(batch), batch.lengths
     )
-
-
-def test_documents_without_long_ones_are_packed_to_equal_squares() -> None:
-    batch = draw_microbatches(2, 4, TOKENS, "pretrain", 16 * 1024)
-    assert unevenness(microbatches.as_drawn(batch), batch.lengths) > 1.05
-    assert unevenness(microbatches.evenly(batch), batch.lengths) < 1.002
 
 
 def test_halves_that_cut_documents_have_equal_tokens_and_nearly_equal_pairs() -> None:
@@ -179,35 +168,3 @@ def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path)
     done = ran(*command(out, *options), timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text())["plan"]["cuts_documents"] is True
-
-
-@pytest.mark.timeout(400)
-def test_a_rank_that_dies_leaves_what_was_measured(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    running = subprocess.Popen(
-        command(out, "--ways=drawn,even", "--microbatches=2", "--batches=3"),
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert running.stdout is not None
-    try:
-        for line in running.stdout:
-            if line.startswith("m=2 drawn step 0:"):
-                break
-        os.kill(rank_of(running.pid), signal.SIGKILL)
-        printed, _ = running.communicate(timeout=300)
-    finally:
-        running.kill()
-    assert "m = 2, drawn: failed: a rank failed" in printed
-    states = {case["way"]: case["state"] for case in json.loads(out.read_text())["cases"]}
-    assert states == {"drawn": "failed"}
-
-
-def rank_of(pid: int) -> int:
-    """A process of a rank that the benchmark has started."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        time.sleep(0.05)
-    raise AssertionError("no rank was found")

@@ -1,4 +1,4 @@
-"""The README's loop runs as it stands there, and trains as local attention does."""
+"""The README's loop runs as it stands there, and trains as local attention does; on GPUs too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,29 @@ from tests.support.programs import ran
 
 N_RANKS, N_STEPS = 2, 4
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
-DEADLINE_SECONDS = 110
+SHAPES = {"cpu": SHAPE, "cuda": replace(SHAPE, dtype="bfloat16")}
+TOLERANCES = {
+    # float32 through two layers: a few hundred roundings of 6e-8.
+    "cpu": (1e-6, 2e-5),
+    # Those of ``--verify`` in bfloat16.
+    "cuda": (1e-3, 5e-2),
+}
+"""Of the loss and of gradients."""
+
+DEADLINE_SECONDS = {"cpu": 110, "cuda": 180}
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                torch.cuda.device_count() < N_RANKS, reason="needs two CUDA devices"
+            ),
+            pytest.mark.timeout(600),
+        ],
+    ),
+)
 
 WATCHED = """
 import os, runpy, sys, torch
@@ -39,39 +62,48 @@ torch.save(kept, folder + "/rank" + os.environ["RANK"])
 """Runs a script, and notes weights and gradients before each step of its optimiser."""
 
 
-@pytest.fixture(scope="module")
-def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp("readme"), 1, node_shape=SHAPE) as running:
-        yield running
+@pytest.fixture(scope="module", params=DEVICES)
+def nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Cluster]]:
+    """The device of the ranks and of the nodes, one for each GPU."""
+    device: str = request.param
+    folder = tmp_path_factory.mktemp("readme")
+    with cluster(folder, 0, device=device, node_shape=SHAPES[device]) as running:
+        for rank in range(N_RANKS if device == "cuda" else 1):
+            running.start_node(f"node-{rank}", device=f"cuda:{rank}" if device == "cuda" else "cpu")
+        yield device, running
 
 
 @pytest.mark.parametrize("placement", ["in-place", "pool"])
-def test_the_example_trains(tmp_path: Path, one_node: Cluster, placement: str) -> None:
+def test_the_example_trains(tmp_path: Path, nodes: tuple[str, Cluster], placement: str) -> None:
+    device, running = nodes
     (tmp_path / "train.py").write_text(example())
     (tmp_path / "watched.py").write_text(WATCHED)
     cache = tmp_path / ".cache" / "distca"
     cache.mkdir(parents=True)
-    keep_profile(cache, SHAPE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    watched = ["watched.py", "train.py", one_node.address, placement, str(tmp_path)]
+    keep_profile(cache, SHAPES[device], device)
+    environment = {
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+        "DISTCA_CONTROL_PLANE": running.address,
+        "DISTCA_PLACEMENT": placement,
+    }
     run = ran(
-        *launch,
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         f"--nproc-per-node={N_RANKS}",
-        *watched,
+        *("watched.py", "train.py", running.address, placement, str(tmp_path)),
         cwd=tmp_path,
         env={
             **os.environ,
-            "HOME": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": python_path(),
-            "CUDA_VISIBLE_DEVICES": "",
-            "DISTCA_CONTROL_PLANE": one_node.address,
-            "DISTCA_PLACEMENT": placement,
+            **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+            **environment,
         },
-        timeout=DEADLINE_SECONDS,
+        timeout=DEADLINE_SECONDS[device],
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    compare_with_local_attention(tmp_path)
+    compare_with_local_attention(tmp_path, *TOLERANCES[device])
 
 
 def example() -> str:
@@ -86,11 +118,7 @@ def python_path() -> str:
 
 
 def compare_with_local_attention(
-    folder: Path,
-    *,
-    # float32 through two layers: a few hundred roundings of 6e-8.
-    gradient_tolerance: float = 2e-5,
-    loss_tolerance: float = 1e-6,
+    folder: Path, loss_tolerance: float, gradient_tolerance: float
 ) -> None:
     """Each document alone through a model with local attention, on the weights of each step; the
     loss is the mean of each rank's."""

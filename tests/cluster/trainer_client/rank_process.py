@@ -1,13 +1,8 @@
-"""A rank of a job as a process of its own, for tests on GPUs: ranks of one process would share the
-thread on which autograd runs a GPU's backward pass, and could not wait for each other there.
-
-It is given a file of the arguments of ``SessionOptions``, the layers and its manifests, and writes
-one of the rows of each step, as ``tests.support.team`` has them.
-"""
+"""Ranks of a job in processes of their own, for tests on GPUs: ranks of one process would share the
+thread on which autograd runs a GPU's backward pass, and could not wait for each other there."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,40 +10,24 @@ from typing import Any
 import torch
 
 from core_attention.manifest import RankManifest
-from tests.support import preloaded
 from tests.support.loops import PingPong
+from tests.support.preloaded import run_forked
 from tests.support.team import Layer, Layers, Rows, computed_rows, random_rows
 from trainer_client import Session, SessionOptions
+
+Steps = Sequence[Sequence[RankManifest]]
 
 
 def run_ranks(
     folder: Path,
     options: Mapping[str, Any],
     layers: Sequence[Layer],
-    steps: Sequence[Sequence[RankManifest]],
+    steps: Steps,
     devices: Sequence[str],
-    *,
-    timeout_seconds: float,
 ) -> list[dict[tuple[int, int, int], Rows]]:
     """Runs ``steps``, each the manifests of all ranks, and returns the rows of each step by (rank,
     nano-batch, layer)."""
-    processes = []
-    for rank, device in enumerate(devices):
-        given = {
-            "options": {**options, "rank": rank, "n_ranks": len(devices), "device": device},
-            "layers": list(layers),
-            "manifests": [manifests[rank] for manifests in steps],
-        }
-        torch.save(given, folder / f"given-{rank}.pt")
-        files = [str(folder / f"given-{rank}.pt"), str(folder / f"found-{rank}.pt")]
-        program = f"from {__name__} import main; main()"
-        processes.append(preloaded.start(program, *files, log=folder / f"{rank}.log"))
-    try:
-        codes = [process.wait(timeout_seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), [(folder / f"{rank}.log").read_text() for rank in range(len(devices))]
+    run_forked(_run_rank, (folder, options, layers, steps, devices), len(devices))
     found = [
         torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(len(devices))
     ]
@@ -58,21 +37,28 @@ def run_ranks(
     ]
 
 
-def main() -> None:
-    given_file, found_file = sys.argv[1:]
-    given = torch.load(given_file, weights_only=False)
-    options, layers = SessionOptions(**given["options"]), given["layers"]
-    device = torch.device(options.device)
+def _run_rank(
+    rank: int,
+    folder: Path,
+    given: Mapping[str, Any],
+    layers: Sequence[Layer],
+    steps: Steps,
+    devices: Sequence[str],
+) -> None:
+    device = torch.device(devices[rank])
+    options = SessionOptions(**given, rank=rank, n_ranks=len(devices), device=devices[rank])
     model = PingPong(Layers(layers, checkpointed=False), takes_no_rows=True)
     found = []
     with Session.open(options) as session:
-        for step, manifest in enumerate(given["manifests"]):
-            session.submit(RankManifest(step, manifest.rank, manifest.nano_batches))
-        for step, manifest in enumerate(given["manifests"]):
-            generator = torch.Generator().manual_seed(1000 * step + options.rank)
+        for step, manifests in enumerate(steps):
+            session.submit(RankManifest(step, rank, manifests[rank].nano_batches))
+        for step, manifests in enumerate(steps):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
             batches = [
                 [
-                    random_rows(options.shape, manifest.tokens(nano), generator, kind, device)
+                    random_rows(
+                        options.shape, manifests[rank].tokens(nano), generator, kind, device
+                    )
                     for kind in layers
                 ]
                 for nano in range(options.n_nano_batches)
@@ -85,7 +71,7 @@ def main() -> None:
                 )
             found.append(
                 {
-                    (options.rank, nano, layer): {
+                    (rank, nano, layer): {
                         name: tensor.cpu()
                         for name, tensor in computed_rows(rows, outputs[nano][layer]).items()
                     }
@@ -93,4 +79,4 @@ def main() -> None:
                     for layer, rows in enumerate(of_layers)
                 }
             )
-    torch.save(found, found_file)
+    torch.save(found, folder / f"found-{rank}.pt")

@@ -32,16 +32,12 @@ from tests.cluster.trainer_client.model_sweep import (
     make_model,
     served_families,
 )
-from tests.cluster.trainer_client.test_gpu_parity import SHAPE
+from tests.cluster.trainer_client.test_gpu_parity import ON_GPU, SHAPE
 from tests.cluster.trainer_client.test_model_families import INSTALLED, TRIED
 from tests.support.cluster import Cluster, cluster
 from tests.support.tiny_models import tiny_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(400),
-]
+pytestmark = ON_GPU
 
 LONGER = (*STEPS, (100, 1, 5, 90, 127))
 """Documents of more than the 64 or 128 rows that a kernel takes at once, too."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from core_attention.shape import AttentionShape
 from tests.cluster.trainer_client.test_checkpointing import CHECKPOINTED, Checkpointed, gpt2_config
-from tests.cluster.trainer_client.test_gpu_parity import DEVICE, gpu_pool
+from tests.cluster.trainer_client.test_gpu_parity import DEVICE, ON_GPU, gpu_pool
 from tests.cluster.trainer_client.test_transformers import (
     make_batches,
     make_model,
@@ -25,11 +25,7 @@ from trainer_client import Session, SessionError
 
 __all__ = ["gpu_pool"]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(400),
-]
+pytestmark = ON_GPU
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=4, head_dim=64, head_dim_v=64, dtype="bfloat16")
 CONFIG = gpt2_config(256)

@@ -18,11 +18,12 @@ from tests.service.trainer_client.test_recovery import kill_at, recoveries
 from tests.support.cluster import Cluster, cluster
 from tests.support.team import Team
 
-pytestmark = [
+ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(400),
 ]
+pytestmark = ON_GPU
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
 DEVICE = "cuda:0"

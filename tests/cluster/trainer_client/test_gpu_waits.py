@@ -11,20 +11,15 @@ import torch
 
 from attention_node.cuda_order import record_event
 from core_attention.ca_task import Phase
-from core_attention.shape import AttentionShape
+from tests.cluster.trainer_client.test_gpu_parity import ON_GPU, SHAPE
 from tests.service.trainer_client.test_integrity import metric
 from tests.service.trainer_client.test_parity import spanning
 from tests.support.cluster import cluster
 from tests.support.team import Team
 from trainer_client.step.step_report import DeviceWait, lengths
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(400),
-]
+pytestmark = ON_GPU
 
-SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
 DEVICE = torch.device("cuda:0")
 N_LAYERS, N_NANO_BATCHES = 2, 2
 

@@ -94,26 +94,6 @@ def test_models_that_mix_documents_may_have_one_a_row(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "named"),
-    [
-        ("axk2", "AXK2ForCausalLM.*index_topk"),
-        ("bigbird_pegasus", "BigBirdPegasusForCausalLM.*is_causal=False"),
-        ("bloom", "BloomForCausalLM.*ALiBi"),
-        ("doge", "DogeForCausalLM.*attention_mask=tensor"),
-        ("falcon_mamba", "FalconMambaForCausalLM.*calls no attention"),
-        ("inkling_text", "InklingForCausalLM.*position_bias"),
-        ("mpt", "MptForCausalLM.*ALiBi"),
-        ("xglm", "computes attention by itself"),
-    ],
-)
-def test_models_that_cannot_be_served_are_refused_by_name(family: str, named: str) -> None:
-    if INSTALLED > TRIED or family not in configuration_auto.CONFIG_MAPPING:
-        pytest.skip("another release of transformers")
-    with pytest.raises(UnsupportedModel, match=named):
-        check_documents(make_model(tiny_config(family), "distca"))
-
-
-@pytest.mark.parametrize(
     "family", ["cohere", "gemma3_text", "glm4", "gpt2", "granite", "mixtral", "olmo2", "phi3"]
 )
 def test_autocast_computes_as_with_sdpa(family: str) -> None:

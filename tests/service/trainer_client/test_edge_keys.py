@@ -236,7 +236,7 @@ def test_ranks_in_processes_of_their_own_match_the_reference(
         "shape": shape,
         **on_this_host(pool_of_four.folder),
     }
-    found = run_ranks(tmp_path, options, layers, steps, devices, timeout_seconds=300.0)
+    found = run_ranks(tmp_path, options, layers, steps, devices)
     for manifests, rows in zip(steps, found, strict=True):
         for number, layer in enumerate(layers):
             compare(manifests, rows, number, layer, shape, shape.default_softmax_scale)
