@@ -66,7 +66,6 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         ),
         "/distca.v1.Membership/DeregisterServer": _SERVERS,
         "/distca.v1.Membership/ReportRankLost": _SERVERS,
-        "/distca.v1.Membership/ListServers": MethodPolicy(roles=_WATCHERS | {Role.SERVER}),
         "/distca.v1.Jobs/DescribePool": MethodPolicy(roles=_WATCHERS | {Role.TRAINER}),
         "/distca.v1.Jobs/OpenJob": MethodPolicy(
             roles=frozenset({Role.TRAINER}), max_request_bytes=_DESCRIPTION_BYTES, registers=True

@@ -63,7 +63,7 @@ def description_from_proto(
 def status_to_proto(
     member: Member, *, seconds_since_heartbeat: float, with_address: bool
 ) -> membership_pb2.ServerStatus:
-    """A server as ``ListServers`` shows it, without its profiles."""
+    """A server as ``DescribeCluster`` shows it, without its profiles."""
     about = member.description
     return membership_pb2.ServerStatus(
         server=membership_pb2.ServerDescription(

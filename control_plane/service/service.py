@@ -25,7 +25,6 @@ from control_plane.jobs.requests import (
     manifest_from_proto,
     refused_event,
     spec_from_proto,
-    status_to_proto,
     step_to_proto,
 )
 from control_plane.jobs.subscriptions import Subscription
@@ -84,19 +83,6 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
     ) -> membership_pb2.DeregisterServerResponse:
         self._coordinator.deregister(request.lease_id)
         return membership_pb2.DeregisterServerResponse()
-
-    async def ListServers(
-        self, request: membership_pb2.ListServersRequest, context: Context
-    ) -> membership_pb2.ListServersResponse:
-        with_addresses = caller_of(context).sees_addresses
-        return membership_pb2.ListServersResponse(
-            servers=[
-                status_to_proto(
-                    member, seconds_since_heartbeat=seconds, with_address=with_addresses
-                )
-                for member, seconds in self._coordinator.servers()
-            ]
-        )
 
 
 class JobsService(jobs_pb2_grpc.JobsServicer):

@@ -32,7 +32,6 @@ TRACED_CALLS = (
     "RegisterServer",
     "DrainServer",
     "DeregisterServer",
-    "ListServers",
     "DescribePool",
     "OpenJob",
     "CloseJob",

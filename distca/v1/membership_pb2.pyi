@@ -115,10 +115,6 @@ class ReportRankLostResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ListServersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class ServerStatus(_message.Message):
     __slots__ = ("server", "load", "draining", "seconds_since_heartbeat", "in_place_job_id", "in_place_rank")
     SERVER_FIELD_NUMBER: _ClassVar[int]
@@ -134,9 +130,3 @@ class ServerStatus(_message.Message):
     in_place_job_id: str
     in_place_rank: int
     def __init__(self, server: _Optional[_Union[ServerDescription, _Mapping]] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ..., draining: bool = ..., seconds_since_heartbeat: _Optional[float] = ..., in_place_job_id: _Optional[str] = ..., in_place_rank: _Optional[int] = ...) -> None: ...
-
-class ListServersResponse(_message.Message):
-    __slots__ = ("servers",)
-    SERVERS_FIELD_NUMBER: _ClassVar[int]
-    servers: _containers.RepeatedCompositeFieldContainer[ServerStatus]
-    def __init__(self, servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ...) -> None: ...

@@ -58,11 +58,6 @@ class MembershipStub(object):
                 request_serializer=distca_dot_v1_dot_membership__pb2.ReportRankLostRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_membership__pb2.ReportRankLostResponse.FromString,
                 _registered_method=True)
-        self.ListServers = channel.unary_unary(
-                '/distca.v1.Membership/ListServers',
-                request_serializer=distca_dot_v1_dot_membership__pb2.ListServersRequest.SerializeToString,
-                response_deserializer=distca_dot_v1_dot_membership__pb2.ListServersResponse.FromString,
-                _registered_method=True)
 
 
 class MembershipServicer(object):
@@ -109,13 +104,6 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListServers(self, request, context):
-        """The servers that hold a lease; their data addresses only for operators.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,11 +131,6 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.ReportRankLost,
                     request_deserializer=distca_dot_v1_dot_membership__pb2.ReportRankLostRequest.FromString,
                     response_serializer=distca_dot_v1_dot_membership__pb2.ReportRankLostResponse.SerializeToString,
-            ),
-            'ListServers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListServers,
-                    request_deserializer=distca_dot_v1_dot_membership__pb2.ListServersRequest.FromString,
-                    response_serializer=distca_dot_v1_dot_membership__pb2.ListServersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

@@ -190,6 +190,8 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["-c", *arguments]
+    # Programs start processes of their own, as they may where a shell starts them.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # Also where a shell has begun the tests in the background, and had it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = sys.modules["__main__"] = types.ModuleType("__main__")

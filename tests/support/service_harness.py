@@ -26,7 +26,14 @@ from core_attention.shape import AttentionShape
 from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
 from distca.contract.rpc import EventStream, Reason, RpcError, RpcSettings, open_channel
 from distca.contract.tokens import JOB_TOKEN_KEY
-from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc, plan_pb2
+from distca.v1 import (
+    cluster_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+    membership_pb2,
+    membership_pb2_grpc,
+    plan_pb2,
+)
 from tests.support.waiting import DEADLINE_SECONDS
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
@@ -257,6 +264,7 @@ class Client:
         self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
         self._streams: dict[str, RankWatcher] = {}
         self.membership = membership_pb2_grpc.MembershipStub(self.channel)
+        self.cluster = cluster_pb2_grpc.ClusterStub(self.channel)
 
     def register(self, server_id: str, **changes: Any) -> str:
         """Registers a pool server; its lease."""

@@ -30,7 +30,7 @@ from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from distca.contract.identity import Role
 from distca.contract.rpc_errors import RpcError
-from distca.v1 import membership_pb2
+from distca.v1 import cluster_pb2
 from tests.service.fuzz.mutation import mutated_bytes, random_bytes
 from tests.service.security.pki import Files, Pki
 from tests.service.security.recording_proxy import recording
@@ -92,7 +92,7 @@ def _talk(name: str, port: int, tls: Mapping[str, Any] | None = None) -> None:
     with client_of(f"127.0.0.1:{port}", **(tls or {})) as client, suppress(RpcError):
         # Nothing that changes what the job runs on: without certificates, a mutation that can still
         # be read may do that.
-        client.membership.ListServers(membership_pb2.ListServersRequest())
+        client.cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest())
 
 
 def recorded_hello(target: tuple[str, int]) -> bytes:

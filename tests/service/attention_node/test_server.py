@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from attention_node.server import UNSERVED_SECONDS
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
-from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
+from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, membership_pb2, membership_pb2_grpc
 from tests.support.addresses import unused_port
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.errors import fails
@@ -130,8 +130,8 @@ def wait_for_measurement(team: Team) -> jobs_pb2.ServerMeasurement:
 
 def server_ids(running: Cluster) -> set[str]:
     with rpc.open_channel(rpc.RpcSettings(address=running.address)) as channel:
-        stub = membership_pb2_grpc.MembershipStub(channel)
-        servers = stub.ListServers(membership_pb2.ListServersRequest()).servers
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        servers = stub.DescribeCluster(cluster_pb2.DescribeClusterRequest()).servers
         return {status.server.server_id for status in servers}
 
 

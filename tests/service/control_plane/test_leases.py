@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distca.contract import rpc
-from distca.v1 import jobs_pb2, membership_pb2
+from distca.v1 import cluster_pb2, jobs_pb2
 from tests.support.errors import fails
 from tests.support.service_harness import (
     Client,
@@ -22,7 +22,7 @@ def renew(client: Client, job_id: str, lease: str) -> None:
 
 
 def n_servers(client: Client) -> int:
-    return len(client.membership.ListServers(membership_pb2.ListServersRequest()).servers)
+    return len(client.cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest()).servers)
 
 
 def test_silent_server_leaves_and_may_register_again_under_its_id(

@@ -21,7 +21,7 @@ from core_attention.plan import Plan
 from distca.contract import rpc
 from distca.contract.codec import plan_from_proto, plan_to_proto, rank_manifest_to_proto
 from distca.contract.tokens import KEY_BYTES
-from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
+from distca.v1 import cluster_pb2, jobs_pb2, membership_pb2, plan_pb2
 from tests.support.errors import fails
 from tests.support.plan_slices import for_rank, for_server
 from tests.support.service_harness import (
@@ -180,7 +180,7 @@ def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
     plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
     assert [s.server_id for s in plan.servers] == ["a", "b", "train.rank-0", "train.rank-1"]
     client.close_job(job_id, leases[0])
-    listed = client.membership.ListServers(membership_pb2.ListServersRequest()).servers
+    listed = client.cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest()).servers
     assert [
         (s.server.server_id, s.draining, s.in_place_job_id, s.in_place_rank) for s in listed
     ] == [

@@ -15,7 +15,7 @@ from control_plane.server import ControlPlane
 from control_plane.settings import CoordinatorSettings
 from distca.contract import rpc
 from distca.contract.identity import Role
-from distca.v1 import jobs_pb2, membership_pb2
+from distca.v1 import cluster_pb2, jobs_pb2, membership_pb2
 from tests.service.security.pki import Pki, control_plane_with, refused, secure_client
 from tests.support.errors import fails
 from tests.support.service_harness import (
@@ -284,8 +284,8 @@ def test_strangers_that_hold_all_connections_disturb_nobody_who_is_connected(
         with secure_client(
             control_plane, pki.issue(Role.OPERATOR, "late"), call_seconds=20.0
         ) as late:
-            listed = late.membership.ListServers(
-                membership_pb2.ListServersRequest(), wait_for_ready=True
+            listed = late.cluster.DescribeCluster(
+                cluster_pb2.DescribeClusterRequest(), wait_for_ready=True
             )
             assert len(listed.servers) == 0
         for stranger in strangers:

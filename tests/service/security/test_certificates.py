@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.contract.identity import Role
-from distca.v1 import membership_pb2
+from distca.v1 import cluster_pb2
 from tests.service.security.pki import (
     HOUR,
     Files,
@@ -37,8 +37,8 @@ def control_plane(pki: Pki) -> Iterator[ControlPlane]:
         yield control_plane
 
 
-def list_servers(client: Client) -> Any:
-    return client.membership.ListServers(membership_pb2.ListServersRequest())
+def describe(client: Client) -> Any:
+    return client.cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest())
 
 
 def handshakes_refused(control_plane: ControlPlane) -> float:
@@ -50,9 +50,9 @@ def test_a_good_certificate_is_let_in_and_counts_as_no_refusal(
 ) -> None:
     before = handshakes_refused(control_plane)
     with secure_client(control_plane, pki.issue(Role.OPERATOR)) as client:
-        list_servers(client)
+        describe(client)
         time.sleep(1.5)  # three times as long as a connection without a call may last
-        list_servers(client)
+        describe(client)
     assert handshakes_refused(control_plane) == before
 
 
@@ -73,7 +73,7 @@ def test_a_connection_without_a_good_certificate_is_refused_and_counted(
         client_of(control_plane.address, call_seconds=60.0, **settings[kind]) as client,
         fails(rpc.Reason.UNAVAILABLE),
     ):
-        list_servers(client)
+        describe(client)
     refused_soon(control_plane, "connection", "no-handshake", before + 1)
 
 
@@ -85,7 +85,7 @@ def test_a_client_refuses_a_control_plane_of_another_authority(
         secure_client(control_plane, trusting) as client,
         fails(rpc.Reason.UNAVAILABLE),
     ):
-        list_servers(client)
+        describe(client)
 
 
 def test_a_client_refuses_a_control_plane_of_another_name(
@@ -96,9 +96,9 @@ def test_a_client_refuses_a_control_plane_of_another_name(
         secure_client(control_plane, files, server_name="elsewhere.example") as client,
         fails(rpc.Reason.UNAVAILABLE),
     ):
-        list_servers(client)
+        describe(client)
     with secure_client(control_plane, files, server_name="localhost") as client:
-        list_servers(client)
+        describe(client)
 
 
 @pytest.mark.parametrize("uris", [[], ["spiffe://distca/king/a"], ["spiffe://other/operator/a"]])
@@ -107,13 +107,13 @@ def test_a_certificate_without_a_role_is_unauthenticated(
 ) -> None:
     files = pki.issue(Role.OPERATOR, "nameless")
     _sign_with_uris(pki, files, uris)
-    before = refused(control_plane, "Membership/ListServers", "no-identity")
+    before = refused(control_plane, "Cluster/DescribeCluster", "no-identity")
     with (
         secure_client(control_plane, files) as client,
         fails(rpc.Reason.NO_IDENTITY),
     ):
-        list_servers(client)
-    assert refused(control_plane, "Membership/ListServers", "no-identity") == before + 1
+        describe(client)
+    assert refused(control_plane, "Cluster/DescribeCluster", "no-identity") == before + 1
 
 
 def test_a_certificate_that_ends_during_a_connection_is_refused_from_then_on(
@@ -121,11 +121,11 @@ def test_a_certificate_that_ends_during_a_connection_is_refused_from_then_on(
 ) -> None:
     files = pki.issue(Role.OPERATOR, "brief", lifetime=timedelta(seconds=3))
     with secure_client(control_plane, files) as client:
-        list_servers(client)
+        describe(client)
         time.sleep(3.0)
         with fails(rpc.Reason.EXPIRED_CERTIFICATE):
-            list_servers(client)
-    assert refused(control_plane, "Membership/ListServers", "expired-certificate") == 1
+            describe(client)
+    assert refused(control_plane, "Cluster/DescribeCluster", "expired-certificate") == 1
 
 
 def test_health_answers_every_role_and_nobody_else(

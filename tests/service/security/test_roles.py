@@ -17,13 +17,13 @@ from control_plane.access.access_policy import POLICIES
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.contract.identity import Role
-from distca.v1 import jobs_pb2, membership_pb2
+from distca.v1 import cluster_pb2, jobs_pb2, membership_pb2
 from tests.service.security.pki import Pki, control_plane_with, refused, secure_client
 from tests.support.errors import fails
 from tests.support.service_harness import Client, client_of, job_spec, running
 from tests.unit.control_plane.test_access_policy import methods
 
-NEED_NOTHING = {"Membership/ListServers", "Cluster/DescribeCluster", "Jobs/DescribePool"}
+NEED_NOTHING = {"Cluster/DescribeCluster", "Jobs/DescribePool"}
 """What answers an empty request."""
 
 METHODS = {name: method for name, method in methods().items() if "grpc.health" not in name}
@@ -106,7 +106,7 @@ def test_addresses_are_for_operators_alone(
     lease = clients[Role.SERVER].register("addressed")
     seen = {}
     for role in (Role.OPERATOR, Role.READ_ONLY, Role.SERVER):
-        listed = clients[role].membership.ListServers(membership_pb2.ListServersRequest()).servers
+        listed = clients[role].cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest()).servers
         seen[role] = {s.server.data_address for s in listed if s.server.server_id == "addressed"}
     assert seen == {Role.OPERATOR: {"127.0.0.1:9000"}, Role.READ_ONLY: {""}, Role.SERVER: {""}}
     clients[Role.SERVER].membership.DeregisterServer(
@@ -124,7 +124,7 @@ def test_without_certificates_all_is_open_and_one_warning_says_so(
         client.register("s0")
         job_id, _ = client.open(0, job_spec(n_ranks=1))
         client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(job_id=job_id))
-        (listed,) = client.membership.ListServers(membership_pb2.ListServersRequest()).servers
+        (listed,) = client.cluster.DescribeCluster(cluster_pb2.DescribeClusterRequest()).servers
         assert listed.server.data_address
         client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="s0"))
     warnings = [r.getMessage() for r in caplog.records if r.name == "control_plane.server"]
