@@ -18,7 +18,6 @@ from types import FrameType
 
 import psutil
 import torch
-from prometheus_client import CollectorRegistry
 
 from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.executor import Executor
@@ -108,12 +107,12 @@ class AttentionNode(Host):
             kernel.check(shape, shape.rule)
         self._kernel, self._device = kernel, device
         self._profiles: list[CostProfile] = []
-        registry, pairs = process_registry("attention-node"), CollectorRegistry()
+        self._registry = registry = process_registry("attention-node")
         watch_certificates(
             registry, own=[settings.certificate_file], authorities=[settings.ca_file]
         )
         self._metrics = NodeMetrics(registry, settings.server_id)
-        data_metrics = DataPlaneMetrics(registry, pairs)
+        data_metrics = DataPlaneMetrics(registry)
         self._pool = BufferPool.on_device(device, settings.buffer_limit_bytes or None)
         data_metrics.watch_pool("messages", self._pool)
         self._executor = Executor(kernel, device, on_call=self._metrics.kernel_called)
@@ -135,7 +134,6 @@ class AttentionNode(Host):
             data_host=settings.rows_host,
             metrics=data_metrics,
         )
-        self._registry, self._pairs = registry, pairs
         self._endpoint: MetricsEndpoint | None = None
         self._membership: PoolLink | None = None
         self._announced = AnnouncedJobs()
@@ -153,7 +151,6 @@ class AttentionNode(Host):
             settings.data_host,
             settings.metrics_port,
             self._registry,
-            self._pairs,
             health=Health(serves=lambda: self._serves),
         )
         self._profiles = [self._measure(shape) for shape in settings.profile_shapes]

@@ -1,9 +1,7 @@
 """Prometheus metrics of the data plane.
 
-A process has a peer for each process it talks to, so series of each peer grow with the
-square of the cluster. By default a process shows sums over its peers, and the slowest few of them
-by name; what it knows of every peer is in a registry of its own, for those who ask
-(:class:`PeerTable`).
+A process has a peer for each process it talks to, so series of each peer would grow with the
+square of the cluster. A process shows sums over its peers, and the slowest few of them by name.
 """
 
 from __future__ import annotations
@@ -141,30 +139,6 @@ class SlowestTable(Table):
     )
 
 
-class PeerTable(Table):
-    """The series of every peer, for those who ask."""
-
-    prefix = _PREFIX
-
-    peer_sent_bytes_total = counter(
-        "Bytes of messages for a peer handed to the network.", _PEER, _TRANSPORT
-    )
-    peer_received_bytes_total = counter(
-        "Bytes of messages received from a peer.", _PEER, _TRANSPORT
-    )
-    peer_receive_bytes_per_second = gauge(
-        "Mean rate of received messages of 256 KiB or more, each from its arrival on.",
-        _PEER,
-        _TRANSPORT,
-    )
-    peer_probe_bytes_per_second = gauge(
-        "Result of the last bandwidth probe; lanes are the network paths that UCX chose.",
-        _PEER,
-        _TRANSPORT,
-        _LANES,
-    )
-
-
 @dataclass(eq=False)
 class _OpenPeer:
     """A peer with connections: how many, under which label it is shown, and what is known of it.
@@ -173,7 +147,6 @@ class _OpenPeer:
         label: its name, or its address until it has one.
         transport: that reaches it.
         connections: to it now.
-        sent_bytes, received_bytes: since its first connection.
         receive_rate: mean rate of large messages in bytes per second; None before the first.
         probe_rate: of its last probe, likewise.
         lanes: of that probe.
@@ -182,8 +155,6 @@ class _OpenPeer:
     label: str
     transport: str
     connections: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
     receive_rate: float | None = None
     probe_rate: float | None = None
     lanes: str = ""
@@ -201,7 +172,6 @@ class DataPlaneMetrics:
 
     Args:
         registry: where the metrics appear.
-        pairs: where those of every peer do; None shows them nowhere.
         floor_bytes_per_second: below this rate a peer counts as badly reached; 0 is no floor.
 
     Attributes:
@@ -211,7 +181,6 @@ class DataPlaneMetrics:
     def __init__(
         self,
         registry: CollectorRegistry,
-        pairs: CollectorRegistry | None = None,
         *,
         floor_bytes_per_second: float = 0.0,
     ) -> None:
@@ -227,8 +196,6 @@ class DataPlaneMetrics:
         self.series.floor_bytes_per_second.set(floor_bytes_per_second)
         registry.register(ReadTable(PoolTable, self._read_pools))
         registry.register(ReadTable(SlowestTable, self._read_slowest))
-        if pairs is not None:
-            pairs.register(ReadTable(PeerTable, self._read_pairs))
 
     def transport_chosen(self, choice: TransportChoice) -> None:
         """Shows which transport was opened, and whether RDMA devices lie idle."""
@@ -260,7 +227,6 @@ class DataPlaneMetrics:
             known.connections -= 1
             if known.connections == 0:
                 del self._open[peer, transport]
-                self._hand_over(known)
 
     def transfer_ended(
         self,
@@ -280,17 +246,13 @@ class DataPlaneMetrics:
             series = self._traffic_of(transport, kind)
             series.transfer_seconds.observe(seconds)
             self._moved_bytes += nbytes
-            known = self._open.get((peer, transport))
             if kind == "put":
                 series.sent_bytes_total.inc(nbytes)
-                if known is not None:
-                    known.sent_bytes += nbytes
                 return
             series.received_bytes_total.inc(nbytes)
-            if known is not None:
-                known.received_bytes += nbytes
-                if nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
-                    known.received_at(nbytes / seconds)
+            known = self._open.get((peer, transport))
+            if known is not None and nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
+                known.received_at(nbytes / seconds)
 
     @property
     def moved_bytes(self) -> int:
@@ -321,14 +283,6 @@ class DataPlaneMetrics:
             series.received_bytes_total.inc(0)
         return series
 
-    def _hand_over(self, gone: _OpenPeer) -> None:
-        """A counter does not go back because one of two connections of one label has ended."""
-        for peer in self._open.values():
-            if (peer.label, peer.transport) == (gone.label, gone.transport):
-                peer.sent_bytes += gone.sent_bytes
-                peer.received_bytes += gone.received_bytes
-                return
-
     def _peers(self) -> dict[Peer, _OpenPeer]:
         """The peers by their labels, those that share one taken together."""
         peers: dict[Peer, _OpenPeer] = {}
@@ -349,21 +303,6 @@ class DataPlaneMetrics:
         for key, rate in probed.items():
             labels = (*key, peers[key].lanes)
             readings.append((SlowestTable.probe_bytes_per_second, labels, rate))
-        return readings
-
-    def _read_pairs(self) -> Iterable[Reading]:
-        with self._lock:
-            peers = self._peers()
-            readings: list[Reading] = []
-            for key, peer in peers.items():
-                readings.append((PeerTable.peer_sent_bytes_total, key, peer.sent_bytes))
-                readings.append((PeerTable.peer_received_bytes_total, key, peer.received_bytes))
-                if peer.receive_rate is not None:
-                    row = PeerTable.peer_receive_bytes_per_second
-                    readings.append((row, key, peer.receive_rate))
-                if peer.probe_rate is not None:
-                    row = PeerTable.peer_probe_bytes_per_second
-                    readings.append((row, (*key, peer.lanes), peer.probe_rate))
         return readings
 
     def _read_pools(self) -> Iterator[Reading]:
@@ -397,15 +336,13 @@ class _Slowest:
 
 
 def _together(one: _OpenPeer, other: _OpenPeer) -> _OpenPeer:
-    """Two connections' peers that have one label: bytes are summed, the slower rates count."""
+    """Two connections' peers that have one label: the slower rates count."""
     probed = min((one, other), key=_probe_rate)
     received = [rate for rate in (one.receive_rate, other.receive_rate) if rate is not None]
     return _OpenPeer(
         one.label,
         one.transport,
         one.connections + other.connections,
-        one.sent_bytes + other.sent_bytes,
-        one.received_bytes + other.received_bytes,
         min(received, default=None),
         probed.probe_rate,
         probed.lanes,

@@ -16,10 +16,10 @@ from control_plane.metrics.job_metrics import JobTable
 from control_plane.metrics.metrics import ControlPlaneTable
 from control_plane.metrics.server_metrics import ServerTable
 from control_plane.service.refusals import RefusalTable
-from data_plane.metrics import DataPlaneTable, PeerTable, PoolTable, SlowestTable
+from data_plane.metrics import DataPlaneTable, PoolTable, SlowestTable
 from distca.metric_table import Metric, Table
 from distca.process.certificates import CertificateTable
-from trainer_client.metrics import PairTable, TrainerTable
+from trainer_client.metrics import TrainerTable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -29,7 +29,6 @@ SECTIONS: dict[str, tuple[type[Table], ...]] = {
     "Trainers": (TrainerTable,),
     "Data plane": (DataPlaneTable, PoolTable, SlowestTable),
     "Certificates": (CertificateTable,),
-    "Every pair": (PairTable, PeerTable),
 }
 
 _HEAD = "| metric | type | labels | meaning |\n|---|---|---|---|\n"

@@ -1,8 +1,7 @@
 """Prometheus metrics of one trainer rank.
 
-Every series carries the job's name and the rank, one value each in a process. By default sums over
-servers are exported; what each server ran for the rank is in a registry of its own
-(:class:`PairTable`), while the rank is connected to the server.
+Every series carries the job's name and the rank, one value each in a process. What servers ran for
+the rank is counted in sum.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ class ServedTasks:
     """Tasks that one server ran for this rank in one step and phase.
 
     Attributes:
-        server_id: the server.
         transport: by which it was reached; :data:`OWN_PROCESS` for the rank's own.
         phase: forward or backward.
         tasks: CA-tasks with their queries at home on this rank.
         q_rows, kv_rows: rows that the server was given.
     """
 
-    server_id: str
     transport: str
     phase: Phase
     tasks: int
@@ -65,7 +62,6 @@ _PREFIX = "distca_trainer"
 _RANK = (Label("job_name"), Label("rank"))
 _PHASE = Label("phase", tuple(Phase))
 _TRANSPORT = Label("transport")
-_SERVER = Label("server")
 _ROWS = Label("kind", ("q", "kv"))
 
 
@@ -146,50 +142,19 @@ class TrainerTable(Table):
     )
 
 
-class PairTable(Table):
-    """The metrics of what each server ran for a rank, served on request."""
-
-    prefix = _PREFIX
-
-    server_tasks_total = counter(
-        "CA-tasks of this rank's queries that a server ran in complete steps.",
-        *_RANK,
-        _SERVER,
-        _TRANSPORT,
-        _PHASE,
-    )
-    server_rows_total = counter(
-        "Rows that a server was given by this rank in complete steps.",
-        *_RANK,
-        _SERVER,
-        _TRANSPORT,
-        _PHASE,
-        _ROWS,
-    )
-
-
 class TrainerMetrics:
     """Metrics of what one rank has run and waited for. Thread-safe.
 
     Args:
         registry: of the session.
         job_name, rank: values of the labels of every series.
-        pairs: where the series of each server appear; None exports them nowhere.
 
     Attributes:
         series: for what one count says.
     """
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        job_name: str,
-        rank: int,
-        pairs: CollectorRegistry | None = None,
-    ) -> None:
-        identity = {"job_name": job_name, "rank": str(rank)}
-        self.series = TrainerTable(registry, **identity)
-        self._pairs = PairTable(pairs or CollectorRegistry(), **identity)
+    def __init__(self, registry: CollectorRegistry, job_name: str, rank: int) -> None:
+        self.series = TrainerTable(registry, job_name=job_name, rank=str(rank))
 
     def plan_waited_for(self, seconds: float) -> None:
         """A step's plan is here, ``seconds`` after it was wanted."""
@@ -252,11 +217,3 @@ class TrainerMetrics:
             series.tasks_total.inc(one.tasks)
             series.at(kind="q").rows_total.inc(one.q_rows)
             series.at(kind="kv").rows_total.inc(one.kv_rows)
-            pair = self._pairs.at(server=one.server_id, transport=one.transport, phase=one.phase)
-            pair.server_tasks_total.inc(one.tasks)
-            pair.at(kind="q").server_rows_total.inc(one.q_rows)
-            pair.at(kind="kv").server_rows_total.inc(one.kv_rows)
-
-    def server_left(self, server_id: str) -> None:
-        """The rank is no longer connected to a server: its series go."""
-        self._pairs.forget(server=server_id)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from attention_node.executor import KernelCall
 from attention_node.hello import PROTOCOL_VERSION
@@ -99,7 +98,6 @@ class Session:
         self.options = options
         self._process = os.getpid()
         self.metrics_registry = process_registry("trainer")
-        self.pairs_registry = CollectorRegistry()
         watch_certificates(
             self.metrics_registry, own=[options.certificate_file], authorities=[options.ca_file]
         )
@@ -118,15 +116,9 @@ class Session:
             in_place_load=lambda: self._in_place.load(),
         )
         self._pool = BufferPool.on_device(self._device)
-        self._metrics = TrainerMetrics(
-            self.metrics_registry,
-            options.job,
-            options.rank,
-            self.pairs_registry,
-        )
+        self._metrics = TrainerMetrics(self.metrics_registry, options.job, options.rank)
         self._data_metrics = DataPlaneMetrics(
             self.metrics_registry,
-            self.pairs_registry,
             floor_bytes_per_second=options.min_gigabytes_per_second * 1e9,
         )
         self._data_metrics.watch_pool("messages", self._pool)
@@ -144,7 +136,6 @@ class Session:
             options,
             self._make_hello,
             lambda: self._link.token,
-            self._metrics,
         )
         self._examiner = Examiner(options, self._metrics, self._link.report_lost)
         self._liveness = LivenessMonitor(
@@ -493,7 +484,6 @@ class Session:
                 options.metrics_host,
                 options.metrics_port,
                 self.metrics_registry,
-                self.pairs_registry,
             )
             logger.info("metrics of rank %d on port %d", options.rank, self._endpoint.port)
         request = jobs_pb2.OpenJobRequest(

@@ -21,9 +21,6 @@ from distca.machine_errors import ListenError
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-PAIRS_PATH: Final = "/metrics/pairs"
-"""The path of the series of every pair of processes."""
-
 LIVE_PATH: Final = "/livez"
 READY_PATH: Final = "/readyz"
 
@@ -77,8 +74,6 @@ class MetricsEndpoint:
         host: address to listen on.
         port: of it; 0 takes any free one.
         registry: what is served.
-        pairs: what is served under ``/metrics/pairs``, and nowhere else: series whose number grows
-            with the square of the cluster. None serves an empty page there.
         field: the setting that gives the address.
         health: what is answered under ``/livez`` and ``/readyz``; None: such pages are not found.
     """
@@ -88,13 +83,12 @@ class MetricsEndpoint:
         host: str,
         port: int,
         registry: CollectorRegistry,
-        pairs: CollectorRegistry | None = None,
         *,
         field: str = "metrics_port",
         health: Health | None = None,
     ) -> None:
         server = _Server6 if ":" in host else _Server
-        application = _application(registry, pairs or CollectorRegistry(), health)
+        application = _application(registry, health)
         try:
             self._server = make_server(host, port, application, server, handler_class=_Handler)
         except (OSError, UnicodeError) as error:
@@ -116,10 +110,8 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-def _application(
-    registry: CollectorRegistry, pairs: CollectorRegistry, health: Health | None
-) -> WSGIApplication:
-    shown, of_pairs = make_wsgi_app(registry), make_wsgi_app(pairs)
+def _application(registry: CollectorRegistry, health: Health | None) -> WSGIApplication:
+    shown = make_wsgi_app(registry)
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         asked = environ.get("PATH_INFO", "").rstrip("/")
@@ -127,8 +119,7 @@ def _application(
             status, text = _state(asked, health)
             start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
             return [f"{text}\n".encode()]
-        application = of_pairs if asked == PAIRS_PATH else shown
-        return cast("Iterable[bytes]", application(environ, start_response))
+        return cast("Iterable[bytes]", shown(environ, start_response))
 
     return answer
 

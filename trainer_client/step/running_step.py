@@ -339,7 +339,6 @@ class RunningStep:
                 for exchange in plan.of(last):
                     route, connection = exchange.route, exchange.connection
                     yield ServedTasks(
-                        server_id=exchange.server_id,
                         transport=OWN_PROCESS if connection is None else connection.transport,
                         phase=phase,
                         tasks=len(route.task) * layers,

@@ -22,7 +22,6 @@ from data_plane.transport import (
 )
 from distca.contract.addresses import split_address
 from distca.v1 import data_plane_pb2
-from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import RankOptions
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,6 @@ class ServerLinks:
         options: of the session.
         make_hello: makes the first message.
         token: gives the rank's token, which both sides prove to know.
-        metrics: of connections.
     """
 
     def __init__(
@@ -75,13 +73,11 @@ class ServerLinks:
         options: RankOptions,
         make_hello: MakeHello,
         token: Callable[[], bytes],
-        metrics: TrainerMetrics,
     ) -> None:
         self._transport = transport
         self._options = options
         self._make_hello = make_hello
         self._token = token
-        self._metrics = metrics
         self._lock = threading.Lock()
         # Held while connecting, so that two threads do not connect to one server at a time.
         self._connecting = threading.Lock()
@@ -180,7 +176,6 @@ class ServerLinks:
             raise
         logger.debug("server %s connected in %.3f s", server.server_id, time.monotonic() - began)
         connection.show_as(server.server_id)
-        connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
         with self._lock:
             self._connections[server.server_id] = connection
         try:

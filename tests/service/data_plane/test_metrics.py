@@ -23,13 +23,8 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def pairs() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def metrics(registry: CollectorRegistry, pairs: CollectorRegistry) -> DataPlaneMetrics:
-    return DataPlaneMetrics(registry, pairs)
+def metrics(registry: CollectorRegistry) -> DataPlaneMetrics:
+    return DataPlaneMetrics(registry)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -42,8 +37,8 @@ def send(metrics: DataPlaneMetrics, peer: str, nbytes: int) -> None:
     )
 
 
-def test_bytes_are_counted_by_direction_in_sum_and_by_peer(
-    registry: CollectorRegistry, pairs: CollectorRegistry, metrics: DataPlaneMetrics
+def test_bytes_are_counted_by_direction(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
 ) -> None:
     metrics.connection_opened("a:1", "ucxx")
     send(metrics, "a:1", 100)
@@ -52,9 +47,6 @@ def test_bytes_are_counted_by_direction_in_sum_and_by_peer(
     )
     assert value(registry, "sent_bytes_total", transport="ucxx") == 100
     assert value(registry, "received_bytes_total", transport="ucxx") == 2**21
-    assert value(pairs, "peer_sent_bytes_total", **PEER) == 100
-    assert value(pairs, "peer_received_bytes_total", **PEER) == 2**21
-    assert value(pairs, "peer_receive_bytes_per_second", **PEER) == 2**22
     assert value(registry, "receive_bytes_per_second", **PEER) == 2**22
     assert value(registry, "transfer_seconds_count", kind="put", transport="ucxx") == 1
 
@@ -70,32 +62,30 @@ def test_failures_are_counted_by_kind(
     assert value(registry, "sent_bytes_total", transport="ucxx") is None
 
 
-def test_a_pair_goes_with_the_last_connection(
-    pairs: CollectorRegistry, metrics: DataPlaneMetrics
+def test_a_peer_goes_with_the_last_connection(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
 ) -> None:
     for _ in range(2):
         metrics.connection_opened("a:1", "ucxx")
-    send(metrics, "a:1", 5)
+    metrics.probed(ProbeResult("a:1", "ucxx", "tcp", 1000, 1.5, 1e-4))
     metrics.connection_closed("a:1", "ucxx")
-    assert value(pairs, "peer_sent_bytes_total", **PEER) == 5
+    assert shown_peers(registry, "probe_bytes_per_second") == {"a:1"}
     metrics.connection_closed("a:1", "ucxx")
-    assert value(pairs, "peer_sent_bytes_total", **PEER) is None
+    assert shown_peers(registry, "probe_bytes_per_second") == set()
 
 
-def test_a_named_peer_is_shown_by_its_name_and_connections_of_one_name_together(
-    pairs: CollectorRegistry, metrics: DataPlaneMetrics
+def test_a_named_peer_is_shown_by_its_name_and_of_connections_of_one_name_the_slower(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
 ) -> None:
-    for address in ("a:1", "a:2"):
+    for address, rate in (("a:1", 1.0), ("a:2", 2.0)):
         metrics.connection_opened(address, "ucxx")
         metrics.name_peer(address, "ucxx", "train.rank-0")
-        send(metrics, address, 5)
-    named = {"peer": "train.rank-0", "transport": "ucxx"}
-    assert value(pairs, "peer_sent_bytes_total", **named) == 10
-    assert value(pairs, "peer_sent_bytes_total", **PEER) is None
+        metrics.probed(ProbeResult(address, "ucxx", "tcp", 1000, rate, 1e-4))
+    named = {"peer": "train.rank-0", "transport": "ucxx", "lanes": "tcp"}
+    assert shown_peers(registry, "probe_bytes_per_second") == {"train.rank-0"}
+    assert value(registry, "probe_bytes_per_second", **named) == 1e9
     metrics.connection_closed("a:1", "ucxx")
-    assert value(pairs, "peer_sent_bytes_total", **named) == 10
-    metrics.connection_closed("a:2", "ucxx")
-    assert value(pairs, "peer_sent_bytes_total", **named) is None
+    assert value(registry, "probe_bytes_per_second", **named) == 2e9
 
 
 def test_a_second_probe_over_other_lanes_replaces_the_first(
@@ -118,15 +108,14 @@ def shown_peers(registry: CollectorRegistry, name: str) -> set[str]:
 
 
 def test_the_slowest_peers_are_shown_and_the_number_of_those_below_the_floor(
-    registry: CollectorRegistry, pairs: CollectorRegistry
+    registry: CollectorRegistry,
 ) -> None:
-    metrics = DataPlaneMetrics(registry, pairs, floor_bytes_per_second=4.5e9)
+    metrics = DataPlaneMetrics(registry, floor_bytes_per_second=4.5e9)
     for number in range(10):
         metrics.connection_opened(f"peer{number}", "ucxx")
         metrics.probed(ProbeResult(f"peer{number}", "ucxx", "tcp", 1000, float(10 - number), 1e-4))
     assert shown_peers(registry, "probe_bytes_per_second") == {"peer7", "peer8", "peer9"}
     assert value(registry, "slow_peers") == 4
-    assert len(shown_peers(pairs, "peer_probe_bytes_per_second")) == 10
 
 
 def test_what_is_shown_does_not_change_with_every_message(
@@ -199,9 +188,7 @@ def transport(metrics: DataPlaneMetrics) -> Iterator[UcxxTransport]:
     transport.close()
 
 
-def test_a_transport_reports(
-    registry: CollectorRegistry, pairs: CollectorRegistry, transport: UcxxTransport
-) -> None:
+def test_a_transport_reports(registry: CollectorRegistry, transport: UcxxTransport) -> None:
     address: Address = transport.listen("127.0.0.1", 0, proven())
     peer = UcxxTransport()
     try:
@@ -210,14 +197,13 @@ def test_a_transport_reports(
         own, _ = transport.connect(address, b"", 5.0, secret=SECRET)
         own.put(1, BufferPool().acquire(300), 5.0).wait(5.0)
         labels = {"peer": str(address), "transport": "ucxx"}
-        assert value(pairs, "peer_sent_bytes_total", **labels) == 300
+        assert value(registry, "sent_bytes_total", transport="ucxx") == 300
         result = transport.probe(own, 1000, 2, 5.0)
         shown = value(registry, "probe_bytes_per_second", **labels, lanes=result.lanes)
         assert shown == result.gigabytes_per_second * 1e9
         connection.close()
         own.close()
         eventually(lambda: value(registry, "connections", transport="ucxx") == 0)
-        assert value(pairs, "peer_sent_bytes_total", **labels) is None
         assert (value(registry, "sent_bytes_total", transport="ucxx") or 0) >= 300
     finally:
         peer.close()

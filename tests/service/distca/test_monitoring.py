@@ -11,13 +11,11 @@ import urllib.error
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
 
 from distca import __version__
 from distca.machine_errors import ListenError
 from distca.process.monitoring import (
     MAX_CONNECTIONS,
-    PAIRS_PATH,
     Health,
     MetricsEndpoint,
     process_registry,
@@ -40,16 +38,6 @@ def test_an_endpoint_serves_until_it_is_closed() -> None:
         read(port)
     with socket.create_server(("127.0.0.1", port)):
         pass  # the port is free again
-
-
-def test_pairs_are_served_to_who_asks_for_them() -> None:
-    registry, pairs = process_registry("trainer"), CollectorRegistry()
-    Gauge("of_a_pair", "One.", ["peer"], registry=pairs).labels("node-0").set(1)
-    with contextlib.closing(MetricsEndpoint("127.0.0.1", 0, registry, pairs)) as endpoint:
-        assert "of_a_pair" not in read(endpoint.port)
-        for path in (PAIRS_PATH, f"{PAIRS_PATH}/"):
-            assert 'of_a_pair{peer="node-0"} 1.0' in read(endpoint.port, path)
-            assert "distca_build_info" not in read(endpoint.port, path)
 
 
 @pytest.mark.parametrize(

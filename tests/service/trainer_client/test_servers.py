@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRejected
 from distca.v1 import data_plane_pb2
 from tests.support.loopback import LoopbackConnection
 from tests.unit.trainer_client.answers import SHAPE, one_document_over_two_ranks
-from trainer_client.metrics import TrainerMetrics
 from trainer_client.session_options import SessionOptions
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 
@@ -51,7 +49,6 @@ class Scripted:
 
 
 def links(transport: Any) -> ServerLinks:
-    registry = CollectorRegistry()
     options = SessionOptions(
         control_plane="127.0.0.1:1",
         job="job",
@@ -70,7 +67,6 @@ def links(transport: Any) -> ServerLinks:
         options,
         lambda server, first_step, epoch: b"hello",
         lambda: b"token",
-        TrainerMetrics(registry, "job", 0),
     )
 
 

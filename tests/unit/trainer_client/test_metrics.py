@@ -19,13 +19,8 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def pairs() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def metrics(registry: CollectorRegistry, pairs: CollectorRegistry) -> TrainerMetrics:
-    return TrainerMetrics(registry, "train", 3, pairs)
+def metrics(registry: CollectorRegistry) -> TrainerMetrics:
+    return TrainerMetrics(registry, "train", 3)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -90,14 +85,13 @@ def test_waits_that_a_device_does_not_tell_in_time_count_as_compute(
     assert parts_of(registry) == {"compute": 3.75, "send": 0.25, "wait": 0.0, "plan": 0.0}
 
 
-def test_what_servers_ran_is_told_in_sum_and_of_each_while_it_is_connected(
-    registry: CollectorRegistry, pairs: CollectorRegistry, metrics: TrainerMetrics
+def test_what_servers_ran_is_told_in_sum(
+    registry: CollectorRegistry, metrics: TrainerMetrics
 ) -> None:
-    for server_id, transport in (("node-0", "ucxx"), ("node-1", "ucxx"), (OWN, OWN_PROCESS)):
+    for transport in ("ucxx", "ucxx", OWN_PROCESS):
         metrics.tasks_served(
             [
                 ServedTasks(
-                    server_id=server_id,
                     transport=transport,
                     phase=Phase.BACKWARD,
                     tasks=2,
@@ -110,11 +104,4 @@ def test_what_servers_ran_is_told_in_sum_and_of_each_while_it_is_connected(
     assert value(registry, "tasks_total", **of_pool) == 4
     assert value(registry, "rows_total", **of_pool, kind="q") == 60
     assert value(registry, "rows_total", **of_pool, kind="kv") == 100
-    assert value(pairs, "server_tasks_total", **of_pool, server="node-0") == 2
-    assert value(pairs, "server_rows_total", **of_pool, server="node-0", kind="q") == 30
-    metrics.server_left("node-0")
-    assert value(pairs, "server_tasks_total", **of_pool, server="node-0") is None
-    assert value(pairs, "server_rows_total", **of_pool, server="node-0", kind="q") is None
-    assert value(registry, "tasks_total", **of_pool) == 4
-    own = {"server": OWN, "transport": "none", "phase": "backward"}
-    assert value(pairs, "server_tasks_total", **own) == 2
+    assert value(registry, "tasks_total", transport="none", phase="backward") == 2
