@@ -22,10 +22,11 @@ from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import Checkpoints
-from trainer_client.hooks.compile_boundary import outside_graphs
+from trainer_client.hooks.compile_boundary import outside_graphs, refuse_tracing
 from trainer_client.hooks.differentiable_once import differentiable_once
+from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
+from trainer_client.hooks.tensor_parallel import check_local
 from trainer_client.hooks.thread_state import saved_tensor_hooks
-from trainer_client.hooks.unserved import answer_unserved
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
@@ -103,11 +104,13 @@ def core_attention_and_lse(
         logarithm of the sum of a query's exponentiated scores. Both are differentiable once, in the
         same step.
     """
-    checkpoints, served = Checkpoints(), window is None and chunk is None
-    answer = answer_unserved(q, k, v, checkpoints)
-    if answer is not None:
-        return answer
-    if served:
+    refuse_tracing()
+    check_local(q=q, k=k, v=v)
+    checkpoints = Checkpoints()
+    recomputed = checkpoints.recomputed
+    if recomputed or is_shape_inference(recomputed):
+        return of_the_right_shape(q, k, v, checkpoints)
+    if window is None and chunk is None:
         return _served(q, k, v, softcap, scale, checkpoints)
     return _at_home(q, k, v, LayerKind(window, chunk), softcap, scale, checkpoints)
 

@@ -21,8 +21,7 @@ from trainer_client.errors import SessionError
 from trainer_client.frameworks.versions import UnsupportedSetting
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs
-from trainer_client.hooks.pipelining_dry_run import is_shape_inference
-from trainer_client.hooks.tensor_parallel import check_local
+from trainer_client.hooks.pipelining_dry_run import for_shapes, is_shape_inference
 from trainer_client.models.documents import documents_of
 from trainer_client.models.found_options import ServedCall
 from trainer_client.step.home import HomeCall, attend_at_home
@@ -78,7 +77,7 @@ class ServedAttention(VarlenAttention):
         scale = arguments.get("scale") or q.shape[-1] ** -0.5
         masks = arguments.get("attention_masks")
         seen = SeenCalls.current.get()
-        dry_run = seen is not None or is_shape_inference(Checkpoints().recomputed)
+        dry_run = is_shape_inference(Checkpoints().recomputed)
         at_home = not dry_run and is_validation()
         if not (dry_run or at_home):
             lane = _lane()
@@ -88,8 +87,8 @@ class ServedAttention(VarlenAttention):
         # All in one dtype: rotary embeddings may leave queries and keys in float32.
         q, k, v = (tensor.to(dtype).contiguous() for tensor in (q, k, v))
         if seen is not None:
-            o, lse = seen.note(q, k, v, scale, served=self.window is None)
-        elif at_home:
+            seen.note(q, k, v, scale, served=self.window is None)
+        if at_home:
             o, lse = _attend_documents(q, k, v, masks, self.window, scale)
         else:
             o, lse = core_attention_and_lse(q, k, v, window=self.window, scale=scale)
@@ -120,15 +119,15 @@ class SeenCalls:
         """Calls in the block are noted, and give zeros."""
         token = self.current.set(self)
         try:
-            yield
+            with for_shapes():
+                yield
         finally:
             self.current.reset(token)
 
     def note(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, served: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros for o and lse of a call."""
-        check_local(q=q, k=k, v=v)
+    ) -> None:
+        """Notes a call."""
         kind = q.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
         shape = shape_of(q.to(dtype), k, v)
@@ -136,7 +135,6 @@ class SeenCalls:
             self.served.append(ServedCall(shape, scale, q.device))
         else:
             self.n_at_home += 1
-        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
 def window_of(config: VarlenAttention.Config) -> int | None:
