@@ -138,11 +138,7 @@ class ControlPlane:
         )
         # Others are plain Python.
         self._cold = {
-            name: ColdPlanner(
-                name,
-                on_change=self.metrics.planner_changed,
-                on_failure=self.metrics.series.compilations_failed_total.inc,
-            )
+            name: ColdPlanner(name, on_change=self.metrics.planner_changed)
             for name, planner in planners.items()
             if PLANNERS.get(name) is planner
         }

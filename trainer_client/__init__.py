@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from trainer_client.loops.fsdp import prepare_fsdp as prepare_fsdp
     from trainer_client.loops.loss_weight import labels_per_rank as labels_per_rank
     from trainer_client.options import Placement as Placement
+    from trainer_client.options import SessionOptions as SessionOptions
     from trainer_client.pipelines.deferred_weights import defer_weights as defer_weights
     from trainer_client.pipelines.pipelining import Pipeline as Pipeline
     from trainer_client.pipelines.pipelining import schedule_of as schedule_of
     from trainer_client.pipelines.stage_seconds import measure_stages as measure_stages
     from trainer_client.session import Session as Session
-    from trainer_client.session_options import SessionOptions as SessionOptions
     from trainer_client.step.lane import in_nano_batch as in_nano_batch
     from trainer_client.step.operation import core_attention as core_attention
     from trainer_client.step.step_report import StepReport as StepReport
@@ -39,7 +39,7 @@ _MODULES = {
     "Session": "trainer_client.session",
     "SessionClosed": "trainer_client.errors",
     "SessionError": "trainer_client.errors",
-    "SessionOptions": "trainer_client.session_options",
+    "SessionOptions": "trainer_client.options",
     "StepReport": "trainer_client.step.step_report",
     "TraceEvent": "trainer_client.step.step_report",
     "at_home": "trainer_client.local_attention.at_home",

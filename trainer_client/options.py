@@ -40,7 +40,7 @@ from distca.contract.timeouts import check_order, default_seconds, known_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
+class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     """Options with which a rank joins a job; timeouts, planning, integrity and TLS are described
     where they are declared, in :mod:`distca.contract.settings`.
 
@@ -69,13 +69,12 @@ class RankOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             core attention, so that ranks whose stage idles take more of it; the same on every rank.
         tensor_parallel_ranks: the ranks of this rank's tensor-parallel group, itself among them, in
             the order of their tensor-parallel indices. They must hold the same documents; a step in
-            which they do not fails, by name. ``for_model`` finds them.
+            which they do not fails, by name.
         placement: pool servers, the ranks' own in-place servers, or both.
         softmax_scale: multiplies q.k before the softmax, above 0; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
         data_host: address of this machine that other ranks reach; ``"auto"``: what its name stands
-            for, or where that is loopback the address towards the control plane. With ``placement``
-            pool on several hosts any loopback address stands for the latter.
+            for, or where that is loopback the address towards the control plane.
         data_port: port of the in-place server; 0 takes any free one.
         transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
             that of the pool's servers, or what suits this machine.

@@ -39,10 +39,10 @@ from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.link.control_link import ControlLink
-from trainer_client.link.own_transport import data_host_of, transport_of
+from trainer_client.link.own_transport import transport_of
 from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TickWait, TrainerMetrics
-from trainer_client.options import Placement, RankOptions
+from trainer_client.options import Placement, SessionOptions
 from trainer_client.step.examiner import Examiner
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
@@ -94,7 +94,7 @@ class Session:
     and run the in-place server.
     """
 
-    def __init__(self, options: RankOptions) -> None:
+    def __init__(self, options: SessionOptions) -> None:
         self.options = options
         self._process = os.getpid()
         self.metrics_registry = process_registry("trainer")
@@ -123,12 +123,11 @@ class Session:
         )
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
-        self._data_host = data_host_of(options, control_plane)
         self._transport = open_transport(
             transport_of(options, control_plane),
             device=options.device,
             one_host=options.one_host,
-            data_host=self._data_host,
+            data_host=options.data_host,
             metrics=self._data_metrics,
         )
         self._servers = ServerLinks(
@@ -196,7 +195,7 @@ class Session:
         )
 
     @classmethod
-    def open(cls, options: RankOptions) -> Session:
+    def open(cls, options: SessionOptions) -> Session:
         """Joins the job; returns at once, whether or not the other ranks have joined.
 
         A job of the name of which a process is gone, such as before a restart, makes place; one
@@ -513,7 +512,7 @@ class Session:
         if options.checksums is not None:
             request.spec.checksums = options.checksums
         address = self._transport.listen(
-            self._data_host, options.data_port, self._in_place.ticks.accept
+            options.data_host, options.data_port, self._in_place.ticks.accept
         )
         profile = self._in_place.profile
         request.in_place_server.CopyFrom(

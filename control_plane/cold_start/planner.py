@@ -70,7 +70,6 @@ class ColdPlanner:
     Args:
         name: the planner's.
         on_change: called with each new state, on any thread.
-        on_failure: called each time that compiling has failed, likewise.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class ColdPlanner:
         name: str,
         *,
         on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._planner = PLANNERS[name]
@@ -88,7 +86,6 @@ class ColdPlanner:
         self._n_deaths = 0
         self._is_slow = self._has_planned = False
         self._on_change = on_change
-        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._closing = threading.Event()
         # It is compiled, or will not be.
@@ -217,7 +214,6 @@ class ColdPlanner:
                 failure = "left no machine code in the cache"
             if not failure or self._closing.is_set():
                 return not failure
-            self._on_failure()
             logger.error(
                 "the process that compiles planner %s: %s (attempt %d of %d)",
                 self._name,

@@ -82,7 +82,6 @@ class JobTable(Table):
         "Steps of which some ranks' manifests are here and others' are not.", _JOB
     )
     planning_backlog = gauge("Steps whose manifests are all here and whose plan is not made.", _JOB)
-    manifests_total = counter("Manifests that ranks have handed in.", _JOB)
     steps_planned_total = counter("Plans made.", _JOB)
     steps_without_ranks_total = counter(
         "Steps planned without some ranks that had not left: none of them was to come (round), or "
@@ -132,7 +131,6 @@ class JobMetrics:
         for why in _WITHOUT:
             series.steps_without_ranks_total.labels(spec.name, why).inc(0)
         for grows in (
-            series.manifests_total,
             series.steps_planned_total,
             series.plans_at_home_total,
             series.plans_failed_total,
@@ -157,7 +155,6 @@ class JobMetrics:
 
     def manifest_received(self, job: Job) -> None:
         """A rank handed in a manifest."""
-        self._series.manifests_total.labels(job.spec.name).inc()
         self._series.pending_steps.labels(job.spec.name).set(job.n_pending_steps)
 
     def step_ready(self, job: Job, step: int) -> None:

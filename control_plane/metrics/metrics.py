@@ -53,7 +53,6 @@ class ControlPlaneTable(Table):
         "1 for a planner that is compiled, 0 while documents are left at home instead.",
         Label("planner"),
     )
-    compilations_failed_total = counter("Processes that were to compile a planner and failed.")
     servers_fenced_total = counter(
         "Pool servers shut out until they register again: their lease ran out, or they had work "
         "and finished none."

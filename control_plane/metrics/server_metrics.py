@@ -50,12 +50,6 @@ class ServerTable(Table):
     server_busy_ratio = gauge(
         "Share of time in kernel calls between the last two heartbeats.", _SERVER
     )
-    server_queue_depth = gauge(
-        "Groups of CA-tasks that wait for the device, at last heartbeat.", _SERVER
-    )
-    server_open_ticks = gauge(
-        "Ticks of which some messages have arrived, at last heartbeat.", _SERVER
-    )
     server_buffer_bytes = gauge("Memory of message buffers in use, at last heartbeat.", _SERVER)
 
 
@@ -80,8 +74,6 @@ class ServerMetrics:
         """A pool server reported its load."""
         server_id, load = member.server_id, member.load
         self._series.server_busy_ratio.labels(server_id).set(load.busy_ratio)
-        self._series.server_queue_depth.labels(server_id).set(load.queued_tasks)
-        self._series.server_open_ticks.labels(server_id).set(load.open_ticks)
         self._series.server_buffer_bytes.labels(server_id).set(load.buffer_bytes)
 
     def reported(self, record: StepRecord, server_id: str, n_layers: int) -> None:

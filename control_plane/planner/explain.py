@@ -207,33 +207,17 @@ def what_is_short(
             f"{what}: none of the {len(servers)} servers may receive work (receives is false or "
             "speed is 0). Start an attention server, or let one receive"
         )
-    capacities = [s.capacity_rows for s in usable]
-    if all(capacity is not None for capacity in capacities):
-        end = outcome.stuck_end
-        needed = end + min(rules.min_tokens, end)
-        largest = max(capacity for capacity in capacities if capacity is not None)
-        total = sum(capacity for capacity in capacities if capacity is not None)
-        tokens = int(manifest.document_length.sum())
-        if needed > largest:
-            return (
-                f"{what}: its last queries need {needed} q plus k/v rows on one server, the "
-                f"largest capacity_rows is {largest}: {needed - largest} rows short. Raise it, or "
-                "use shorter documents"
-            )
-        if total < 2 * tokens:
-            return (
-                f"{what}: it fits on no server beside the rest. The step has {tokens} tokens, "
-                f"which need at least {2 * tokens} q plus k/v rows; the servers hold {total} "
-                f"together: {2 * tokens - total} rows short{_byte_limit(options)}. Raise "
-                "capacity_rows or add servers"
-            )
+    capacities = [s.capacity_rows for s in usable if s.capacity_rows is not None]
+    if len(capacities) < len(usable):
         return (
-            f"{what}: its queries up to {end} need {needed} q plus k/v rows or more on one server "
-            f"beside the rest, and no server has as many left, though {total} of all servers would "
-            f"do for the {2 * tokens} of uncut documents: every cut repeats keys"
-            f"{_byte_limit(options)}. Raise capacity_rows by {needed} or add servers"
+            f"{what}: no server can take it{_byte_limit(options)}. Raise the limit or add servers"
         )
-    return f"{what}: no server can take it{_byte_limit(options)}. Raise the limit or add servers"
+    needed = outcome.stuck_end + min(rules.min_tokens, outcome.stuck_end)
+    return (
+        f"{what}: its last queries need {needed} q plus k/v rows on one server, and none has as "
+        f"many left; capacity_rows is {max(capacities)} at most, {sum(capacities)} in all"
+        f"{_byte_limit(options)}. Raise it, add servers, or use shorter documents"
+    )
 
 
 def _byte_limit(options: PlanningOptions) -> str:

@@ -26,10 +26,11 @@ from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.attach.own_forwards import OwnForwards
 from trainer_client.attach.scalars import balance_of
 from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
+from trainer_client.environment import options_of_environment
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.models.entrance import open_door
+from trainer_client.options import SessionOptions
 from trainer_client.session import Session
-from trainer_client.session_options import SessionOptions, options_of_environment
 
 OPEN_STEPS = 4
 """Forward passes whose backward passes have not come yet."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from distca.v1 import jobs_pb2
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 
 _PASSES = 3
 """A backward pass counts as two forward passes in MFU (PaLM, arXiv 2204.02311, appendix B)."""
@@ -25,7 +25,7 @@ class Throughput:
         self._pairs += sum(length * (length + 1) // 2 for length in lengths)
 
     def take(
-        self, options: RankOptions, flops_per_token: float | None, peak_flops: float | None
+        self, options: SessionOptions, flops_per_token: float | None, peak_flops: float | None
     ) -> dict[str, float]:
         """The rates since the last call; see :meth:`Attached.scalars`."""
         now = time.perf_counter()

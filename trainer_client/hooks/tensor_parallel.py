@@ -43,7 +43,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     if others or (mesh.ndim > 1 and not mesh.mesh_dim_names):
         raise SessionError(
             f"the weights are DTensors on {sorted(map(str, meshes))}; give tensor parallelism one "
-            "mesh with a name, and call SessionOptions.for_model before fully_shard"
+            "mesh with a name"
         )
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
 

@@ -131,5 +131,5 @@ class LaneCalls:
         self._next_backward -= 1
 
 
-_FEWER = " (SessionOptions.for_model counts them: of a hybrid only some layers compute attention)"
+_FEWER = " (of a hybrid only some layers compute attention)"
 _NONE = "; load the model with attn_implementation='distca', or call trainer_client.core_attention"

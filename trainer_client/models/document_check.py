@@ -90,11 +90,8 @@ _COUNTS_POSITIONS = (
 
 
 class UnsupportedModel(ValueError):
-    """The model cannot be served: its outputs would be wrong, or it never calls core attention."""
-
-
-class UnsupportedArgument(UnsupportedModel):
-    """The model asks for attention that is not supported; names every argument in the way."""
+    """The model cannot be served: its outputs would be wrong, it asks for attention that is not
+    supported, by the arguments that are named, or it never calls core attention."""
 
 
 @dataclass(frozen=True)

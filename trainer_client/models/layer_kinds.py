@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from core_attention.ca_task import MaskKind
-from trainer_client.models.document_check import UnsupportedArgument, check_of
+from trainer_client.models.document_check import UnsupportedModel, check_of
 from trainer_client.models.documents import Documents
 from trainer_client.models.layer_masks import LayerMask
 from trainer_client.step.home_tasks import LayerKind
@@ -33,7 +33,7 @@ def check_kind(
     """
     longest = documents.longest
     if sliding_window is not None and sliding_window != kind.reach and sliding_window < longest:
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"{type(module).__name__} calls attention with sliding_window={sliding_window} and a "
             f"mask that is {kind}; make them equal, or longer than {longest} tokens "
             f"({documents.where})"
@@ -45,7 +45,7 @@ def check_kind(
         return  # The config turns windows off.
     if not kind.is_full and kind.reach is not None and kind.reach >= longest:
         return
-    raise UnsupportedArgument(
+    raise UnsupportedModel(
         f"layer {getattr(module, 'layer_idx', '?')} of {type(module).__name__} is of type "
         f"{said} in its config, and its mask is {kind}"
     )
@@ -57,7 +57,7 @@ def check_causality(module: nn.Module, mask: MaskKind, *, is_causal: bool) -> No
     if is_causal == (mask is MaskKind.CAUSAL):
         return
     kind = "causal" if mask is MaskKind.CAUSAL else "bidirectional"
-    raise UnsupportedArgument(
+    raise UnsupportedModel(
         f"{type(module).__name__} says is_causal={is_causal} with a mask that is {kind}; "
         "attn_implementation='distca' does not support that"
     )
@@ -82,7 +82,7 @@ def refuse_short_window(module: nn.Module, kind: LayerKind, documents: Documents
     """Refuses documents that do not fit into the window of a layer that is served."""
 
     if kind.reach is not None and kind.reach < documents.longest:
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"every layer has a window or chunks, {type(module).__name__} of {kind.reach} tokens, "
             f"and {documents.where} a document of {documents.longest}: cut documents, or turn "
             "windows off"

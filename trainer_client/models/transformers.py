@@ -31,7 +31,6 @@ from trainer_client.models.document_check import (
     IMPLEMENTATION,
     REPLACED,
     LayerCall,
-    UnsupportedArgument,
     UnsupportedModel,
     check_documents,
     check_of,
@@ -62,7 +61,6 @@ from trainer_client.step.sinks import with_sinks
 
 __all__ = [
     "IMPLEMENTATION",
-    "UnsupportedArgument",
     "UnsupportedModel",
     "check_documents",
     "distca_attention",
@@ -142,7 +140,7 @@ def distca_attention(
     check_causality(module, mask, is_causal=is_causal)
     check_kind(module, asked.kind, sliding_window, documents)
     if query.shape[0] != 1:
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"query has a batch of {query.shape[0]}; pack documents into one row [1, rows] with "
             "position_ids that restart at 0"
         )
@@ -165,7 +163,7 @@ def _at_home(
     """Attention by ``attend`` of rows that nobody has planned."""
     _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"{type(module).__name__} asks for attention that is not causal; attn_implementation="
             "'distca' computes causal attention only where nothing was planned"
         )
@@ -250,7 +248,7 @@ def _attend(
 
 def _refuse_cached_keys(module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
     if len(k) > len(q):
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"{type(module).__name__} attends from {len(q)} rows to the keys of {len(k)}, some of "
             "them cached; give the model use_cache=False"
         )
@@ -267,7 +265,7 @@ def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     }
     if refused:
         shown = ", ".join(f"{name}={_short(value)}" for name, value in sorted(refused.items()))
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"attn_implementation='distca' does not support {shown}; turn the feature off in the "
             "model's config, or use another implementation"
         )
@@ -280,7 +278,7 @@ def _short(value: Any) -> str:
 def _check_mask(lane: Lane, layer: LayerCall, module: nn.Module) -> None:
     mask = lane.running.job.shape.mask
     if layer.mask is not mask:
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"the attention of {type(module).__name__} is {layer.mask.name}, the session's "
             f"{mask.name}; open it with AttentionShape(..., mask=MaskKind.{layer.mask.name})"
         )
@@ -300,7 +298,7 @@ def _refuse_unproven(module: nn.Module, documents: Documents) -> None:
             f"{check.fault}"
         )
     if missing := sorted(check.needs - documents.shown):
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"{documents.where}: the model of {type(module).__name__} was called without "
             f"{', '.join(missing)}; hand it over, with position_ids that restart at 0 in every "
             "document"
@@ -319,7 +317,7 @@ def _cast(module: nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
             f"{name} {_dtype(tensor)}"
             for name, tensor in zip(("query", "key", "value"), tensors, strict=True)
         )
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"{type(module).__name__} hands over {shown}: weights are of several dtypes; run the "
             "forward inside torch.autocast, or convert the model with .to(dtype)"
         )
@@ -331,11 +329,11 @@ def _check_dtype(lane: Lane, query: torch.Tensor) -> None:
     if _dtype(query) == dtype:
         return
     if torch.is_autocast_enabled(query.device.type):
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             f"torch.autocast computes attention in {_dtype(query)}, the session in {dtype}; open "
             f"it with AttentionShape(..., dtype={_dtype(query)!r}), or turn autocast off"
         )
-    raise UnsupportedArgument(
+    raise UnsupportedModel(
         f"the model computes attention in {_dtype(query)}, the session in {dtype}; open it with "
         f"AttentionShape(..., dtype={_dtype(query)!r}), or convert the model with "
         f".to(torch.{dtype})"

@@ -15,7 +15,7 @@ from trainer_client.integrity.answer import Answer, Tensors
 from trainer_client.integrity.audit import AuditFinding, Auditor
 from trainer_client.integrity.result_checks import ResultChecker
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.exchanges import ServerExchange
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Examiner:
 
     def __init__(
         self,
-        options: RankOptions,
+        options: SessionOptions,
         metrics: TrainerMetrics,
         lost: Callable[[ServerLoss], None],
     ) -> None:

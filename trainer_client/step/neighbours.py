@@ -44,7 +44,7 @@ from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from trainer_client.errors import CoreAttentionFailed, SessionClosed
 from trainer_client.link.control_link import ControlLink
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.replies import Tensors
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Neighbours:
 
     def __init__(
         self,
-        options: RankOptions,
+        options: SessionOptions,
         link: ControlLink,
         transport: Transport,
         pool: BufferPool,

@@ -62,7 +62,7 @@ from trainer_client.machine.instructions import (
 from trainer_client.machine.outlines import PlanOutline
 from trainer_client.machine.rank import RankMachine
 from trainer_client.metrics import TickWait, TrainerMetrics
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.examiner import Examiner
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.home import compute_documents
@@ -116,7 +116,7 @@ class RankSteps:
 
     def __init__(
         self,
-        options: RankOptions,
+        options: SessionOptions,
         link: ControlLink,
         servers: ServerLinks,
         in_place: TickServer,

@@ -22,7 +22,7 @@ from data_plane.transport import (
 )
 from distca.contract.addresses import split_address
 from distca.v1 import data_plane_pb2
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ServerLinks:
     def __init__(
         self,
         transport: Transport,
-        options: RankOptions,
+        options: SessionOptions,
         make_hello: MakeHello,
         token: Callable[[], bytes],
     ) -> None:

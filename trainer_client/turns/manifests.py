@@ -10,12 +10,12 @@ import torch
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
-from trainer_client.options import RankOptions
+from trainer_client.options import SessionOptions
 from trainer_client.turns.parts import cut, segments_of, split_documents
 
 
 def manifest_of_forward(
-    step: int, options: RankOptions, lengths: Sequence[int], own: range
+    step: int, options: SessionOptions, lengths: Sequence[int], own: range
 ) -> RankManifest:
     """The manifest of one packed row that is split into some nano-batches of a step.
 

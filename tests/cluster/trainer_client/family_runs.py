@@ -22,6 +22,7 @@ from tests.cluster.trainer_client.model_sweep import make_model
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import in_halves, within_nano_batches
 from tests.support.loops import PingPong
+from tests.support.model_options import options_for
 from tests.support.tiny_models import VOCABULARY
 from trainer_client import Session, SessionOptions
 
@@ -98,7 +99,7 @@ def train_rank(run: FamilyRun, rank: int) -> list[Gradients]:
     model.to(device, run.dtype)
     if run.checkpointed and model.supports_gradient_checkpointing:
         _checkpoint_layers(model)
-    options = SessionOptions.for_model(
+    options = options_for(
         model,
         control_plane=run.control_plane,
         job=run.job,

@@ -21,6 +21,7 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster, on_this_host
 from tests.support.loops import PingPong
+from tests.support.model_options import options_for
 from trainer_client import Placement, Session, SessionError, SessionOptions
 from trainer_client.models.document_check import check_documents
 
@@ -64,7 +65,7 @@ def adapted_model(adapt: Callable[[Any], None], *, checkpointed: bool) -> Any:
 
 
 def options_of(model: nn.Module, cluster: Cluster, job: str) -> SessionOptions:
-    return SessionOptions.for_model(
+    return options_for(
         model,
         control_plane=cluster.address,
         job=job,
@@ -108,7 +109,7 @@ def test_prompts_before_the_rows_are_refused(name: str) -> None:
     config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3)
     prompted: Any = peft.get_peft_model(model, config)
     with pytest.raises(SessionError):
-        SessionOptions.for_model(prompted, control_plane="x:1", job="x", rank=0, n_ranks=1)
+        options_for(prompted, control_plane="x:1", job="x", rank=0, n_ranks=1)
 
 
 class Quantised(torch.Tensor):

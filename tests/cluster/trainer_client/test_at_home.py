@@ -23,7 +23,7 @@ from tests.support.loops import attached
 from trainer_client import at_home
 from trainer_client.local_attention import at_home as at_home_module
 from trainer_client.local_attention import plain
-from trainer_client.models.transformers import UnsupportedArgument
+from trainer_client.models.transformers import UnsupportedModel
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """float32 through two layers; kernels sum in another order."""
@@ -159,10 +159,10 @@ def test_softcaps_and_sinks_are_kept(name: str, monkeypatch: pytest.MonkeyPatch)
 @torch.no_grad()
 def test_what_no_mask_tells_is_refused() -> None:
     model: Any = make_model(transformers.Gemma2Config(**SIZES), "distca")
-    with pytest.raises(UnsupportedArgument):
+    with pytest.raises(UnsupportedModel):
         model(input_ids=ids_of(1, 5), cumulative=True)
     model.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(UnsupportedArgument):
+    with pytest.raises(UnsupportedModel):
         model(input_ids=ids_of(1, 5))
 
 

@@ -12,7 +12,7 @@ import transformers
 from tests.cluster.trainer_client.test_transformers import SIZES, make_batches
 from tests.support.cluster import Cluster
 from tests.support.loops import attached
-from trainer_client.models.transformers import UnsupportedArgument
+from trainer_client.models.transformers import UnsupportedModel
 
 PICTURE = 5
 """The token that a picture's features take the place of."""
@@ -126,7 +126,7 @@ def test_masks_of_the_model_s_own_are_refused(pool_of_four: Cluster) -> None:
     model = gemma3("distca")
     row = row_of(12, 20, 9)
     row["token_type_ids"] = torch.zeros_like(row["input_ids"])
-    with attached(pool_of_four, model, "pictures"), pytest.raises(UnsupportedArgument):
+    with attached(pool_of_four, model, "pictures"), pytest.raises(UnsupportedModel):
         model(**row)
 
 
@@ -136,5 +136,5 @@ def test_padded_batches_are_refused_where_masks_are_made_around(pool_of_four: Cl
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-    with attached(pool_of_four, model, "padded"), pytest.raises(UnsupportedArgument):
+    with attached(pool_of_four, model, "padded"), pytest.raises(UnsupportedModel):
         model(**batch)

@@ -1,4 +1,4 @@
-"""``SessionOptions.for_model`` finds a model's core attention."""
+"""A session's options that follow from a model: its core attention is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 import trainer_client.models.transformers
-from trainer_client import AttentionShape, SessionError, SessionOptions
+from tests.support.model_options import options_for
+from trainer_client import AttentionShape, SessionError
 from trainer_client.models.transformers import UnsupportedModel
 
 SIZES: dict[str, Any] = {
@@ -75,7 +76,7 @@ def llama(**options: Any) -> Any:
 def test_shape_calls_and_scale_are_found(
     config: transformers.PreTrainedConfig, n_layers: int, shape: AttentionShape, scale: float
 ) -> None:
-    options = SessionOptions.for_model(make_model(config), **JOB)
+    options = options_for(make_model(config), **JOB)
     assert (options.n_layers, options.shape, options.device) == (n_layers, shape, "cpu")
     assert options.softmax_scale == pytest.approx(scale)
 
@@ -83,16 +84,16 @@ def test_shape_calls_and_scale_are_found(
 def test_layers_with_windows_are_not_counted() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Qwen2Config(**SIZES, layer_types=kinds, use_sliding_window=True)
-    assert SessionOptions.for_model(make_model(config), **JOB).n_layers == 1
+    assert options_for(make_model(config), **JOB).n_layers == 1
 
 
 def test_autocast_of_the_caller_decides_the_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert SessionOptions.for_model(llama(), **JOB).shape.dtype == "bfloat16"
+        assert options_for(llama(), **JOB).shape.dtype == "bfloat16"
 
 
 def test_a_model_in_half_precision_is_found_as_such() -> None:
-    options = SessionOptions.for_model(llama(dtype=torch.bfloat16), **JOB)
+    options = options_for(llama(dtype=torch.bfloat16), **JOB)
     assert options.shape.dtype == "bfloat16"
 
 
@@ -117,7 +118,7 @@ def test_wrappers_are_passed_by() -> None:
     for layer in model.model.layers:
         layer.compile(backend=unwanted)
     wrapped = Adapter(torch.compile(model, backend=unwanted))
-    assert SessionOptions.for_model(wrapped, **JOB).n_layers == 3
+    assert options_for(wrapped, **JOB).n_layers == 3
 
 
 def on_meta() -> nn.Module:
@@ -145,7 +146,7 @@ def test_models_without_one_kind_of_calls_are_refused(
     make: Callable[[], nn.Module], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        SessionOptions.for_model(make(), **JOB)
+        options_for(make(), **JOB)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +160,11 @@ def test_models_without_one_kind_of_calls_are_refused(
 )
 def test_options_that_contradict_the_model_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SessionOptions.for_model(llama(), **JOB, **given)
+        options_for(llama(), **JOB, **given)
 
 
 def test_options_that_agree_with_the_model_are_kept() -> None:
-    options = SessionOptions.for_model(
+    options = options_for(
         llama(), **JOB, n_layers=3, softmax_scale=0.25, device="cpu", n_nano_batches=1
     )
     assert (options.n_layers, options.n_nano_batches) == (3, 1)

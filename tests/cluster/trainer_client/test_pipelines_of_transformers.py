@@ -17,13 +17,13 @@ from core_attention.manifest import RankManifest
 from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two
 from tests.support.gradients import assert_gradients
+from tests.support.model_options import options_for
 from tests.support.process_groups import process_group
 from trainer_client import (
     Pipeline,
     Pipelining,
     Session,
     SessionError,
-    SessionOptions,
     measure_stages,
     schedule_of,
 )
@@ -134,7 +134,7 @@ def test_a_transformers_model_trains_as_a_stage(
     documents = CUT if is_cut else LENGTHS
     positions = torch.cat([torch.arange(n) for row in documents for n in row]).view(-1, TOKENS)
     ids = torch.randint(VOCABULARY, positions.shape)
-    chosen = SessionOptions.for_model(
+    chosen = options_for(
         model,
         control_plane=pool_of_four.address,
         job=f"{kind.__name__}-{len(fields)}-{is_cut}-{checkpointed}",

@@ -39,6 +39,7 @@ from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, cluster, keep_profile, on_this_host
 from tests.support.gradients import assert_gradients
 from tests.support.loops import PingPong, submitted
+from tests.support.model_options import options_for
 from tests.support.preloaded import run_forked
 from tests.support.process_groups import process_group
 from tests.support.tiny_models import TINY_LLAMA
@@ -268,9 +269,7 @@ def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh, victim: in
     to it."""
     path, rank, n_shares = f"{folder}/{case.model}", dist.get_rank(), mesh["tp"].size()
     model = case.make(path, mesh)
-    options = SessionOptions.for_model(
-        model, placement=case.placement, **job(address, folder, case.name)
-    )
+    options = options_for(model, placement=case.placement, **job(address, folder, case.name))
     replica = rank // n_shares
     assert options.shape == (LOCAL if n_shares == TP else ONE_HEAD)
     first = replica * n_shares
@@ -387,7 +386,7 @@ Executor.arrive = late
 def run_ranks_with_late_replies(rank: int, folder: str, address: str) -> None:
     with joined(rank, TP, folder) as mesh:
         model = by_parallelize_module(f"{folder}/model", mesh)
-        options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "late"))
+        options = options_for(model, placement="pool", **job(address, folder, "late"))
         ran: list[tuple[str, int]] = []
         for layer in model.model.layers:
             # Each gathers what its ranks have, forward and backward.
@@ -427,15 +426,13 @@ def run_ranks_that_are_wrong(rank: int, folder: str, address: str) -> None:
         of_job = job(address, folder, "wrong")
         for uneven in ("one-key-head", "three-heads"):
             with pytest.raises(SessionError):
-                SessionOptions.for_model(
-                    by_parallelize_module(f"{folder}/{uneven}", mesh), **of_job
-                )
+                options_for(by_parallelize_module(f"{folder}/{uneven}", mesh), **of_job)
         model = by_parallelize_module(f"{folder}/model", mesh)
         with pytest.raises(SessionError):
-            SessionOptions.for_model(model, **{**of_job, "rank": 0})
+            options_for(model, **{**of_job, "rank": 0})
         with pytest.raises(SessionError):
-            SessionOptions.for_model(model, n_nano_batches=rank + 1, **of_job)
-        options = SessionOptions.for_model(model, **of_job)
+            options_for(model, n_nano_batches=rank + 1, **of_job)
+        options = options_for(model, **of_job)
         with Session.open(options) as session:
             for step, lengths in enumerate(([3 + rank, 4], [7, 4])):
                 session.submit(RankManifest.from_lengths(step, rank, [lengths, [2]]))
@@ -494,7 +491,7 @@ def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
 def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
     with joined(rank, TP, folder) as mesh:
         model = by_parallelize_module(f"{folder}/model", mesh)
-        options = SessionOptions.for_model(model, **job(address, folder, "lost"))
+        options = options_for(model, **job(address, folder, "lost"))
         batches = whole_documents(0, [[7], [5]])
         if rank == 1:
             model.model.layers[1].mlp.register_full_backward_hook(

@@ -22,7 +22,7 @@ from tests.support.loops import PingPong, attached
 from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import Placement, Session, SessionError, SessionOptions
 from trainer_client.models import documents
-from trainer_client.models.transformers import UnsupportedArgument, UnsupportedModel
+from trainer_client.models.transformers import UnsupportedModel
 
 SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -180,12 +180,12 @@ def test_batches_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        (transformers.MistralConfig(**SIZES, sliding_window=32), UnsupportedArgument),
+        (transformers.MistralConfig(**SIZES, sliding_window=32), UnsupportedModel),
         (
             transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16),
             SessionError,
         ),
-        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), UnsupportedArgument),
+        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), UnsupportedModel),
         (transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}), SessionError),
     ],
     ids=["window", "softcap", "dropout", "layers"],
@@ -293,7 +293,7 @@ def test_keys_that_a_cache_brings_are_named(session: Session) -> None:
             checkpoints.checkpoint, layer.forward, use_reentrant=False
         )
     batches = [{**batch, "use_cache": True} for batch in make_batches()]
-    with pytest.raises(UnsupportedArgument, match="use_cache=False"), session.step(submit(session)):
+    with pytest.raises(UnsupportedModel, match="use_cache=False"), session.step(submit(session)):
         sum(output.loss for output in PingPong(model)(batches)).backward()
 
 
@@ -367,7 +367,7 @@ def test_a_layer_whose_mask_and_window_differ_is_refused(session_of_one_layer: S
     model = make_model(copy.deepcopy(MIXED["Gemma3"]), "distca")
     model.get_submodule("model.layers.0.self_attn").sliding_window = 31  # type: ignore[assignment]
     with (
-        pytest.raises(UnsupportedArgument),
+        pytest.raises(UnsupportedModel),
         session_of_one_layer.step(submit(session_of_one_layer)),
     ):
         PingPong(model)(make_batches())

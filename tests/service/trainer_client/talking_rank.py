@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TrainerMetrics
-from trainer_client.session_options import SessionOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.examiner import Examiner
 from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.rank_steps import RankSteps

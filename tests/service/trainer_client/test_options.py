@@ -12,6 +12,7 @@ import torch
 import trainer_client
 from tests.cluster.trainer_client.test_options_of_models import JOB, llama
 from tests.support.cluster import NODE_SHAPE
+from tests.support.model_options import options_for
 from trainer_client import Placement, Session, SessionOptions
 
 
@@ -77,12 +78,12 @@ def test_an_address_that_is_none_is_named_when_the_session_opens() -> None:
 
 def test_a_device_that_is_none_is_named_when_the_model_is_looked_at() -> None:
     with pytest.raises(ValueError, match="device is 'cpux'; give cpu or cuda:INDEX"):
-        SessionOptions.for_model(llama(), **JOB, device="cpux")
-    assert SessionOptions.for_model(llama(), **JOB, device=torch.device("cpu")).device == "cpu"
+        options_for(llama(), **JOB, device="cpux")
+    assert options_for(llama(), **JOB, device=torch.device("cpu")).device == "cpu"
 
 
 @pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
 def test_the_cpu_has_one_name(device: Any) -> None:
     # accelerate's name for the CPU of a rank.
     assert options(device=device).device == "cpu"
-    assert SessionOptions.for_model(llama(), **JOB, device=device).device == "cpu"
+    assert options_for(llama(), **JOB, device=device).device == "cpu"

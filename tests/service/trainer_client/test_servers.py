@@ -14,7 +14,7 @@ from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRe
 from distca.v1 import data_plane_pb2
 from tests.support.loopback import LoopbackConnection
 from tests.unit.trainer_client.answers import SHAPE, one_document_over_two_ranks
-from trainer_client.session_options import SessionOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)

@@ -13,7 +13,7 @@ from core_attention.shape import parse_shape
 from distca.apps.local.settings import LocalSettings
 from distca.apps.train.settings import ServiceSettings
 from distca.contract.identity import Identity, Role, identity_of
-from trainer_client.session_options import SessionOptions
+from trainer_client.options import SessionOptions
 
 
 @pytest.mark.parametrize("role", Role)

@@ -22,7 +22,7 @@ from trainer_client.hooks.input_versions import Unwritten
 from trainer_client.machine.instructions import EndLane, ForgetInputs, ForgetQueries
 from trainer_client.machine.outlines import PlanOutline
 from trainer_client.machine.rank import RankMachine
-from trainer_client.session_options import SessionOptions
+from trainer_client.options import SessionOptions
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick

@@ -13,8 +13,8 @@ from tests.cluster.trainer_client.attach_runs import LOOPS, SETTINGS, Run
 from tests.unit.trainer_client.local_session import LocalSession
 from trainer_client.attach import attached
 from trainer_client.attach.call_rows import CallRows
+from trainer_client.environment import options_of_environment, session_options
 from trainer_client.errors import SessionError
-from trainer_client.session_options import SessionOptions, options_of_environment
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -136,7 +136,7 @@ def test_a_model_attaches_by_itself_where_a_control_plane_is_named(
 def test_a_control_plane_that_nobody_names_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTCA_CONTROL_PLANE", raising=False)
     with pytest.raises(ValueError, match=r"^control_plane "):
-        SessionOptions.in_environment(job="a")
+        session_options(job="a")
 
 
 def test_options_come_from_the_environment_by_their_types() -> None:

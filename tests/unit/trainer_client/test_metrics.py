@@ -10,8 +10,6 @@ from prometheus_client import CollectorRegistry
 from core_attention.ca_task import Phase
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait, TrainerMetrics
 
-OWN = "train.rank-3"
-
 
 @pytest.fixture
 def registry() -> CollectorRegistry:

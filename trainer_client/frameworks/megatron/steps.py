@@ -18,6 +18,7 @@ from torch import nn
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
+from trainer_client.environment import session_options
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.megatron.attention import ServedCoreAttention
 from trainer_client.frameworks.megatron.halves import Half
@@ -28,7 +29,6 @@ from trainer_client.frameworks.megatron.pipelines import pipelining_of
 from trainer_client.frameworks.megatron.refusals import reasons_against_turns, unwrapped
 from trainer_client.frameworks.versions import UnsupportedSetting, rank_options
 from trainer_client.session import Session
-from trainer_client.session_options import SessionOptions
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.running_step import RunningStep
 from trainer_client.turns.manifests import lengths_between
@@ -138,7 +138,7 @@ class ServedSteps:
         if pipelining is None:
             _check_equal(counts)
         session = Session.open(
-            SessionOptions.in_environment(
+            session_options(
                 control_plane=control_plane,
                 job=job,
                 n_layers=pipelining.max_layers if pipelining else len(layers),

@@ -18,6 +18,7 @@ from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule
+from trainer_client.environment import session_options
 from trainer_client.errors import SessionError
 from trainer_client.frameworks.torchtitan.attention import (
     SeenCalls,
@@ -37,11 +38,11 @@ from trainer_client.frameworks.versions import (
 from trainer_client.hooks.kept_state import untouched
 from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.found_options import ServedCall, options_of_calls
+from trainer_client.options import SessionOptions
 from trainer_client.pipelines.deferred_weights import defer_weights
 from trainer_client.pipelines.pipelining import Pipeline, in_microbatch, run_rows_in_turns
 from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 from trainer_client.session import Session
-from trainer_client.session_options import SessionOptions
 from trainer_client.turns.manifests import lengths_of_documents
 from trainer_client.turns.parts import segments_of
 
@@ -286,7 +287,7 @@ class ServedTrainer(Trainer):
             "n_nano_batches": self._batches_of_step * self._cutting.n_lanes,
             **self.more_session_options(),
         }
-        return SessionOptions.in_environment(**options_of_calls(calls, options, n_layers=n_layers))
+        return session_options(**options_of_calls(calls, options, n_layers=n_layers))
 
     def more_session_options(self) -> dict[str, Any]:
         """Further :class:`trainer_client.SessionOptions`, for subclasses. TLS and

@@ -1,4 +1,4 @@
-"""Options of a session, some of them found in the model or in the environment."""
+"""Options of a session that the environment gives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from torch import nn
-
 from distca.contract.settings import ClientTls
-from trainer_client.models.found_options import options_of_model
-from trainer_client.options import Placement, RankOptions
+from trainer_client.options import Placement, SessionOptions
 
 _FOUND_OTHERWISE = {
     *("job", "rank", "n_ranks", "tensor_parallel_ranks"),
@@ -30,40 +27,23 @@ _READ: dict[Any, Callable[[str], Any]] = {
 """The readers of variables, by the type of their option."""
 
 
-class SessionOptions(RankOptions):
-    """Options with which a rank joins a job: those of :class:`RankOptions`."""
-
-    @classmethod
-    def in_environment(cls, control_plane: str | None = None, **options: Any) -> SessionOptions:
-        """The options that are given, and those that :func:`options_of_environment` finds beside
-        them."""
-        found = {**options_of_environment(), **options}
-        if control_plane is not None:
-            found["control_plane"] = control_plane
-        if "control_plane" not in found:
-            raise ValueError(
-                "control_plane is not given; pass its host:port, or set DISTCA_CONTROL_PLANE"
-            )
-        return cls(**found)
-
-    @classmethod
-    def for_model(cls, model: nn.Module, **options: Any) -> SessionOptions:
-        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` follow from the
-        models of transformers in ``model``, and others from the environment. The models run a few
-        tokens, without gradients, and are left as they were; nothing is sent.
-
-        Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
-        its steps are. Where weights are sharded, all ranks call it together. Under tensor
-        parallelism ``shape`` is what one rank has, and ``tensor_parallel_ranks`` are found too.
-        """
-        return cls.in_environment(**options_of_model(model, options))
+def session_options(**given: Any) -> SessionOptions:
+    """The options that are given, and those that :func:`options_of_environment` finds beside
+    them."""
+    known = {name: value for name, value in given.items() if value is not None}
+    found = {**options_of_environment(), **known}
+    if "control_plane" not in found:
+        raise ValueError(
+            "control_plane is not given; pass its host:port, or set DISTCA_CONTROL_PLANE"
+        )
+    return SessionOptions(**found)
 
 
 def options_of_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The options that ``environ`` names: ``DISTCA_`` and the option in capitals, of TLS the
     variables of ``distca train``. Empty ones count as not given."""
     tls = {each.name: each.metadata["option"][0].envvar for each in fields(ClientTls)}
-    hints = get_type_hints(RankOptions)
+    hints = get_type_hints(SessionOptions)
     found: dict[str, Any] = {}
     for name in hints.keys() - _FOUND_OTHERWISE:
         variable = tls.get(name, f"DISTCA_{name.upper()}")
