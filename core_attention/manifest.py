@@ -7,12 +7,18 @@ for one step, the segments of every rank and nano-batch in packed order.
 Nano-batches that are even in number come in pairs: 0 and 1, 2 and 3, and so on. A document may go
 on from the first of a pair to the second. Each part is then a document of its nano-batch: the first
 is ``[0, cut)``, and in the second the queries are ``[cut, length)``, while the keys before them are
-*carried*: the ranks that hold them in the first nano-batch hand them in again.
+*carried*: rows that another document owns.
+
+So it is with documents that share a prefix. A document may have a *parent* and an offset: it begins
+at that position of its parent's *path*, all positions from the root to the parent's end, and its
+own rows are those from there on. The prefix is carried: the rows of the path lie once, wherever
+they are, and are keys of every document that branches off behind them. A parent is in the
+nano-batch of its child, or in the one before of its pair, whose ranks hand the rows in again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -21,7 +27,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, exclusive_cumsum, frozen, group_bounds, int64_column
+from core_attention.arrays import (
+    BoolArray,
+    Int64Array,
+    exclusive_cumsum,
+    frozen,
+    group_bounds,
+    int64_column,
+    runs_to_rows,
+)
 from core_attention.errors import ManifestError
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -31,21 +45,32 @@ MAX_RANK_SEGMENTS = 2**16
 """That a rank may hold in a step: others wait while they are planned and routed."""
 
 
+NO_PARENT = -1
+"""``document_parent`` of a document that begins at its own first token."""
+
+OWN_ROWS = -1
+"""``carried_origin`` of keys that are rows of the nano-batch itself."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Positions ``[offset, offset + length)`` of one document.
 
     Attributes:
         document_id: names the document in its step, equal on every rank that holds a piece of it.
-        document_length: tokens of the whole document, at least 1.
+        document_length: tokens of the whole document, at least 1; those before its offset count.
         offset: first position.
         length: tokens of the piece, at least 1.
+        document_parent: the document that it branches off, or NO_PARENT.
+        document_offset: the position in the parent's path where it begins.
     """
 
     document_id: int
     document_length: int
     offset: int
     length: int
+    document_parent: int = NO_PARENT
+    document_offset: int = 0
 
 
 class SegmentColumns(NamedTuple):
@@ -57,6 +82,8 @@ class SegmentColumns(NamedTuple):
     document_length: Int64Array
     offset: Int64Array
     length: Int64Array
+    document_parent: Int64Array
+    document_offset: Int64Array
 
 
 class RankManifest:
@@ -73,7 +100,15 @@ class RankManifest:
             value
             for nano, segments in enumerate(nano_batches)
             for s in segments
-            for value in (nano, s.document_id, s.document_length, s.offset, s.length)
+            for value in (
+                nano,
+                s.document_id,
+                s.document_length,
+                s.offset,
+                s.length,
+                s.document_parent,
+                s.document_offset,
+            )
         ]
         table = _integers(step, rank, values).reshape(-1, len(SegmentColumns._fields))
         self._set(step, rank, len(nano_batches), SegmentColumns(*table.T))
@@ -96,7 +131,10 @@ class RankManifest:
         length = _integers(step, rank, list(chain.from_iterable(nano_batches)))
         nano_batch = np.repeat(np.arange(len(counts)), counts)
         document_id = (rank << 32) + np.arange(len(length))
-        columns = SegmentColumns(nano_batch, document_id, length, np.zeros_like(length), length)
+        zeros = np.zeros_like(length)
+        columns = SegmentColumns(
+            nano_batch, document_id, length, zeros, length, zeros + NO_PARENT, zeros
+        )
         return cls.from_columns(step, rank, len(counts), columns)
 
     def _set(self, step: int, rank: int, n_nano_batches: int, columns: SegmentColumns) -> None:
@@ -181,7 +219,9 @@ class Manifest:
     columns are read-only int64 arrays. Build one with :meth:`merge`; the constructor checks every
     invariant: the carried keys of a document partition ``[0, document_begin)``, its segments
     ``[document_begin, length)``; and the rows of a rank's nano-batch are covered once, without
-    gaps: first those of segments, then those of carried keys, which have no queries.
+    gaps: first those of segments, then those of carried keys that the nano-batch before hands over,
+    which have no queries. Carried keys begin where a segment, or a run that is handed over, begins,
+    and several documents may carry the same.
 
     Attributes:
         step: the training step.
@@ -196,7 +236,9 @@ class Manifest:
         segment_row: ``[n_segments]`` its first row in the packed rows of (rank, nano-batch).
         whole: False for a slice, whose ranks have gaps in their rows.
         carried_document, carried_offset, carried_length, carried_rank, carried_row:
-            ``[n_carried]`` likewise, of keys that an earlier nano-batch of their rank holds.
+            ``[n_carried]`` likewise, of keys that another document owns.
+        carried_origin: ``[n_carried]`` their first row in the nano-batch before, if it hands them
+            over; OWN_ROWS if they are rows of the nano-batch itself.
     """
 
     step: int
@@ -216,13 +258,15 @@ class Manifest:
     carried_length: Int64Array = field(default_factory=_nothing)
     carried_rank: Int64Array = field(default_factory=_nothing)
     carried_row: Int64Array = field(default_factory=_nothing)
+    carried_origin: Int64Array = field(default_factory=_nothing)
     first_segment: Int64Array = field(init=False)
     """``[n_documents + 1]``: document d owns segments ``[first_segment[d],
     first_segment[d + 1])``."""
     first_carried: Int64Array = field(init=False)
     """Likewise for carried keys."""
     document_begin: Int64Array = field(init=False)
-    """``[n_documents]`` position of each document's first query; 0 but for second parts."""
+    """``[n_documents]`` position of each document's first query; 0 but for second parts and
+    documents with a parent."""
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -251,7 +295,7 @@ class Manifest:
     @property
     def n_texts(self) -> int:
         """Documents, those that are cut between nano-batches counted once."""
-        return int((self.document_begin == 0).sum())
+        return self.n_documents - len(self._parts[0])
 
     @property
     def n_segments(self) -> int:
@@ -287,38 +331,37 @@ class Manifest:
     def merge(cls, rank_manifests: Sequence[RankManifest], n_ranks: int) -> Manifest:
         """The manifest of a step from those of all its ranks, in any order."""
         by_rank = _one_per_rank(rank_manifests, n_ranks)
-        nano, ids, document_length, offset, length = (
-            np.concatenate(columns) for columns in zip(*(m.columns for m in by_rank), strict=True)
+        nano, ids, *of_document, offset, length = (
+            np.concatenate([getattr(m.columns, name) for m in by_rank])
+            for name in ("nano_batch", "document_id", *_OF_DOCUMENT, "offset", "length")
         )
         if not len(nano):
             raise ManifestError(f"step {by_rank[0].step}: no rank holds a segment")
         rank = np.repeat(np.arange(n_ranks), [len(m.columns.length) for m in by_rank])
         row = _rows((rank, nano), length)
         order = np.lexsort((offset, ids, nano))
-        nano, ids, document_length, offset, length, rank, row = (
-            column[order] for column in (nano, ids, document_length, offset, length, rank, row)
+        nano, ids, offset, length, rank, row = (
+            column[order] for column in (nano, ids, offset, length, rank, row)
         )
         first = np.ones(len(nano), dtype=bool)
         first[1:] = (nano[1:] != nano[:-1]) | (ids[1:] != ids[:-1])
         document = np.cumsum(first) - 1
-        disagree = document_length != document_length[first][document]
-        if disagree.any():
-            at = int(np.flatnonzero(disagree)[0])
-            raise ManifestError(
-                f"document {ids[at]}: rank {rank[at]} gives its length as {document_length[at]}, "
-                f"another segment as {document_length[first][document[at]]}; every segment must "
-                "carry the length of the whole document"
-            )
-        n_nano_batches, length_of = by_rank[0].n_nano_batches, document_length[first]
-        runs = _Runs(document, offset, length, rank, row)
-        carried = {}
-        parts = _parts_of_cut_documents(ids[first], nano[first], n_nano_batches)
-        if len(parts):
+        n_nano_batches, texts = by_rank[0].n_nano_batches, _Texts(ids[first], nano[first])
+        of_document = [column[order] for column in of_document]
+        for name, column in zip(_OF_DOCUMENT, of_document, strict=True):
+            _check_agreement(name, column, first, document, texts)
+        length_of, parent, begin = (column[first] for column in of_document)
+        runs, carried = _Runs(document, offset, length, rank, row), {}
+        parts = _parts_of_cut_documents(*texts, n_nano_batches)
+        last = np.searchsorted(document, parts[:, 0], side="right") - 1
+        length_of[parts[:, 0]] = offset[last] + length[last]
+        source = _sources(texts, parts, parent, n_nano_batches)
+        begin[parts[:, 1]] = length_of[parts[:, 0]]
+        _check_offsets(texts, source, parent, begin, length_of)
+        if source.max() >= 0:
             own_rows = np.zeros((n_nano_batches, n_ranks), dtype=np.int64)
             np.add.at(own_rows, (nano, rank), length)
-            carried = _carry(runs, parts, own_rows, ids[first], nano[first])
-            last = np.searchsorted(document, parts[:, 0], side="right") - 1
-            length_of[parts[:, 0]] = offset[last] + length[last]
+            carried = _carry(runs, _paths(runs, source, begin, texts), own_rows, texts)
         return cls(
             step=by_rank[0].step,
             n_ranks=n_ranks,
@@ -398,18 +441,43 @@ class Manifest:
             )
 
     def _check_carried(self) -> None:
-        """Checks that an earlier nano-batch has what a document carries over; slices may not hold
-        it."""
+        """Checks that an earlier nano-batch, or another document, has what a document carries;
+        slices may not hold it."""
         first, second = self._parts
-        has_none_before = _before(self.document_nano_batch, self.n_nano_batches) < 0
-        wrong = (self.document_begin > 0) & (self.whole | has_none_before)
+        wrong = np.zeros(self.n_documents, dtype=np.bool_)
         wrong[second] = self.document_length[first] != self.document_begin[second]
+        handed_over = self.carried_document[self.carried_origin != OWN_ROWS]
+        before = _before(self.document_nano_batch[handed_over], self.n_nano_batches)
+        wrong[handed_over[before < 0]] = True
+        if self.whole:
+            wrong[self.carried_document[~self._is_owned()]] = True
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise ManifestError(
                 f"document {self.document_id[at]} carries {self.document_begin[at]} keys into "
-                f"nano-batch {self.document_nano_batch[at]}, and no nano-batch before it ends there"
+                f"nano-batch {self.document_nano_batch[at]}, and no document there or in the one "
+                "before owns them"
             )
+
+    def _is_owned(self) -> BoolArray:
+        """``[n_carried]`` whether each run is the first rows of a segment: of its own nano-batch,
+        or of the one before."""
+        runs, carried = self._runs("segment"), self._runs("carried")
+        own = self.carried_origin == OWN_ROWS
+        nano = self.document_nano_batch[carried.document]
+        held = self._places(runs.rank, self.document_nano_batch[runs.document], runs.row)
+        wanted = self._places(
+            carried.rank,
+            np.where(own, nano, _before(nano, self.n_nano_batches)),
+            np.where(own, carried.row, self.carried_origin),
+        )
+        order = np.argsort(held)
+        found = order[np.minimum(np.searchsorted(held[order], wanted), len(order) - 1)]
+        return np.asarray((held[found] == wanted) & (runs.length[found] >= carried.length))
+
+    def _places(self, rank: Int64Array, nano_batch: Int64Array, row: Int64Array) -> Int64Array:
+        """One number for each packed row of the step."""
+        return ((rank * self.n_nano_batches + nano_batch) << 31) + row
 
     @cached_property
     def _parts(self) -> tuple[Int64Array, Int64Array]:
@@ -461,11 +529,12 @@ class Manifest:
             )
 
     def _check_rows(self) -> None:
-        """No two runs of (rank, nano-batch) share a row; a whole manifest leaves no gap, and its
-        carried keys come after all segments."""
+        """No two segments of (rank, nano-batch) share a row; a whole manifest leaves no gap, and
+        keys that are handed over come after all segments."""
         runs = self._runs("segment")
         if self.n_carried:
-            runs = _Runs(*map(np.concatenate, zip(runs, self._runs("carried"), strict=True)))
+            handed_over = self._runs("carried").at(self._handed_over)
+            runs = _Runs(*map(np.concatenate, zip(runs, handed_over, strict=True)))
         nano = self.document_nano_batch[runs.document]
         order = np.lexsort((runs.row, nano, runs.rank))
         rank, nano, row = runs.rank[order], nano[order], runs.row[order]
@@ -488,6 +557,25 @@ class Manifest:
                 "rows are covered once, from row 0"
             )
 
+    @cached_property
+    def _handed_over(self) -> Int64Array:
+        """Runs of carried keys that a nano-batch before hands over: of those that several documents
+        carry, the longest."""
+        its = np.flatnonzero(self.carried_origin != OWN_ROWS)
+        nano = self.document_nano_batch[self.carried_document[its]]
+        rank, row = self.carried_rank[its], self.carried_row[its]
+        order = np.lexsort((-self.carried_length[its], row, nano, rank))
+        first = group_bounds((rank[order], nano[order], row[order]))[:-1]
+        return np.asarray(its[order[first]])
+
+    def handed_over(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(nano-batch, first row in the one before, rows) of each run of keys that nano-batches of
+        ``rank`` carry over, in the order in which they lie behind their own rows."""
+        mine = self._handed_over[self.carried_rank[self._handed_over] == rank]
+        nano = self.document_nano_batch[self.carried_document[mine]]
+        columns = (nano, self.carried_origin[mine], self.carried_length[mine])
+        return zip(*(column.tolist() for column in columns), strict=True)
+
     def _runs(self, kind: str) -> _Runs:
         """The columns of ``"segment"`` or ``"carried"``."""
         return _Runs(*(getattr(self, f"{kind}_{name}") for name in _Runs._fields))
@@ -502,11 +590,17 @@ class _Runs(NamedTuple):
     rank: Int64Array
     row: Int64Array
 
+    def at(self, index: Int64Array) -> _Runs:
+        """Some of them."""
+        return _Runs(*(column[index] for column in self))
+
 
 _DOCUMENT_COLUMNS = ("document_id", "document_length", "document_nano_batch")
 _SEGMENT_COLUMNS = tuple(f"segment_{name}" for name in _Runs._fields)
-_CARRIED_COLUMNS = tuple(f"carried_{name}" for name in _Runs._fields)
+_CARRIED_COLUMNS = (*(f"carried_{name}" for name in _Runs._fields), "carried_origin")
 _COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS + _CARRIED_COLUMNS
+_OF_DOCUMENT = ("document_length", "document_parent", "document_offset")
+"""Columns of segments in which those of a document agree."""
 
 
 def _before(nano_batch: Int64Array, n_nano_batches: int) -> Int64Array:
@@ -528,38 +622,161 @@ def _parts_of_cut_documents(
     return parts[np.argsort(parts[:, 0])]
 
 
+class _Texts(NamedTuple):
+    """Documents, sorted by nano-batch and id: ``[n_documents]`` each."""
+
+    document_id: Int64Array
+    nano_batch: Int64Array
+
+
+def _check_agreement(
+    name: str, column: Int64Array, first: BoolArray, document: Int64Array, texts: _Texts
+) -> None:
+    """The segments of each document agree on ``column``; ``first``: the first one of each."""
+    disagree = column != column[first][document]
+    if disagree.any():
+        at = int(np.flatnonzero(disagree)[0])
+        raise ManifestError(
+            f"document {texts.document_id[document[at]]}: {name} is {column[at]} in one segment "
+            f"and {column[first][document[at]]} in another; every segment carries that of the "
+            "whole document"
+        )
+
+
+def _sources(
+    texts: _Texts, parts: Int64Array, parent: Int64Array, n_nano_batches: int
+) -> Int64Array:
+    """``[n_documents]`` the document whose path begins each one's: the first part of one that is
+    cut, or the parent, in the same nano-batch if it has rows there; -1 for none."""
+    source = np.full(len(parent), -1, dtype=np.int64)
+    branches = np.flatnonzero(parent != NO_PARENT)
+    if len(branches):
+        held = zip(texts.nano_batch.tolist(), texts.document_id.tolist(), strict=True)
+        places = {place: at for at, place in enumerate(held)}
+        before = _before(texts.nano_batch, n_nano_batches)
+        for at in branches.tolist():
+            ways = ((int(nano[at]), int(parent[at])) for nano in (texts.nano_batch, before))
+            source[at] = next((places[way] for way in ways if way in places), -1)
+    source[parts[:, 1]] = parts[:, 0]
+    lost = branches[source[branches] < 0]
+    if len(lost):
+        at = int(lost[0])
+        raise ManifestError(
+            f"document {texts.document_id[at]}: document_parent is {parent[at]}, which has no rows "
+            f"in nano-batch {texts.nano_batch[at]} nor in the one before of its pair"
+        )
+    return source
+
+
+def _check_offsets(
+    texts: _Texts, source: Int64Array, parent: Int64Array, begin: Int64Array, length: Int64Array
+) -> None:
+    """Documents begin inside their parents' paths, and have rows of their own."""
+    most = np.where(source < 0, 0, np.minimum(length[source], length - 1))
+    wrong = np.flatnonzero((begin < 0) | (begin > most))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ManifestError(
+            f"document {texts.document_id[at]}: document_offset is {begin[at]} of parent "
+            f"{parent[at]}; valid are 0 to {most[at]}, which leaves a row of its own"
+        )
+
+
+def _paths(runs: _Runs, source: Int64Array, begin: Int64Array, texts: _Texts) -> _Paths:
+    """The path of each document up to its first query, root first."""
+    depth = _depths(source, texts)
+    segment = np.arange(len(runs.document))
+    at_root = depth[runs.document] == 0
+    above = _Paths(runs.document[at_root], segment[at_root], runs.length[at_root])
+    found = []
+    for level in range(1, int(depth.max()) + 1):
+        its = np.flatnonzero(depth == level)
+        first = np.searchsorted(above.document, source[its])
+        end = np.searchsorted(above.document, source[its], "right")
+        chosen, document = runs_to_rows(first, end - first), np.repeat(its, end - first)
+        its_segment = above.segment[chosen]
+        left = begin[document] - runs.offset[its_segment]
+        path = _Paths(document, its_segment, np.minimum(above.length[chosen], left))
+        path = path.at(np.flatnonzero(left > 0))
+        found.append(path)
+        own = depth[runs.document] == level
+        rows = _Paths(runs.document[own], segment[own], runs.length[own])
+        both = _Paths(*map(np.concatenate, zip(path, rows, strict=True)))
+        above = both.at(np.argsort(both.document, kind="stable"))
+    whole = _Paths(*map(np.concatenate, zip(*found, strict=True)))
+    return whole.at(np.argsort(whole.document, kind="stable"))
+
+
+class _Paths(NamedTuple):
+    """Keys before the first queries of documents: ``[n]`` each, by document and position.
+
+    Attributes:
+        document: that carries them.
+        segment: of whose rows they are the first.
+        length: how many.
+    """
+
+    document: Int64Array
+    segment: Int64Array
+    length: Int64Array
+
+    def at(self, index: Int64Array) -> _Paths:
+        """Some of them."""
+        return _Paths(*(column[index] for column in self))
+
+
+def _depths(source: Int64Array, texts: _Texts) -> Int64Array:
+    """``[n_documents]`` documents above each one, up to its root."""
+    depth = np.zeros(len(source), dtype=np.int64)
+    its = np.flatnonzero(source >= 0)
+    above = source[its]
+    while len(its):
+        depth[its] += 1
+        if depth[its[0]] > len(source):
+            raise ManifestError(
+                f"document {texts.document_id[its[0]]}: document_parent leads back to where it "
+                "began; a tree has a root"
+            )
+        goes_on = source[above] >= 0
+        its, above = its[goes_on], source[above[goes_on]]
+    return depth
+
+
 def _carry(
-    runs: _Runs, parts: Int64Array, own_rows: Int64Array, ids: Int64Array, nano_batch: Int64Array
+    runs: _Runs, paths: _Paths, own_rows: Int64Array, texts: _Texts
 ) -> dict[str, Int64Array]:
     """The columns of carried keys.
 
     Args:
         runs: all segments.
-        parts: ``[n, 2]`` documents: of each pair, the second carries the keys of the first.
+        paths: what documents carry of them.
         own_rows: ``[n_nano_batches, n_ranks]`` rows of each nano-batch.
-        ids, nano_batch: ``[n_documents]``.
+        texts: all documents.
     """
-    second_part = np.full(len(ids), -1, dtype=np.int64)
-    second_part[parts[:, 0]] = parts[:, 1]
-    chosen = np.flatnonzero(second_part[runs.document] >= 0)
-    document, rank = second_part[runs.document[chosen]], runs.rank[chosen]
-    nano = nano_batch[document]
-    idle = own_rows[nano, rank] == 0
+    document, segment, length = paths
+    rank, row, nano = runs.rank[segment], runs.row[segment].copy(), texts.nano_batch[document]
+    over = np.flatnonzero(texts.nano_batch[runs.document[segment]] != nano)
+    idle = own_rows[nano[over], rank[over]] == 0
     if idle.any():
-        at = int(np.flatnonzero(idle)[0])
+        at = int(over[np.flatnonzero(idle)[0]])
         where = f"nano-batch {nano[at]}"
         raise ManifestError(
-            f"document {ids[document[at]]} goes on in {where}, and rank {rank[at]} has no rows in "
-            f"{where}: give it some, or keep the document in one nano-batch"
+            f"document {texts.document_id[document[at]]} goes on in {where}, and rank {rank[at]} "
+            f"has no rows in {where}: give it some, or keep the document in one nano-batch"
         )
-    # By document and position within each rank's nano-batch, after the rank's own rows.
-    order = np.lexsort((runs.offset[chosen], document, nano, rank))
-    row = np.empty(len(chosen), dtype=np.int64)
-    row[order] = _rows((rank[order], nano[order]), runs.length[chosen][order])
-    row += own_rows[nano, rank]
-    order = np.lexsort((runs.offset[chosen], document))
-    columns = _Runs(document, runs.offset[chosen], runs.length[chosen], rank, row)
-    return {f"carried_{name}": column[order] for name, column in columns._asdict().items()}
+    origin = np.full(len(row), OWN_ROWS, dtype=np.int64)
+    origin[over] = row[over]
+    # Each segment once however many carry it, by the first that does, behind the rank's own rows.
+    _, first, which = np.unique(segment[over], return_index=True, return_inverse=True)
+    rows = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(rows, which, length[over])
+    rank_of, nano_of, place = rank[over[first]], nano[over[first]], np.empty_like(rows)
+    order = np.lexsort((first, nano_of, rank_of))
+    place[order] = _rows((rank_of[order], nano_of[order]), rows[order])
+    row[over] = (place + own_rows[nano_of, rank_of])[which]
+    columns = _Runs(document, runs.offset[segment], length, rank, row)
+    named = {f"carried_{name}": column for name, column in columns._asdict().items()}
+    return named | {"carried_origin": origin}
 
 
 def _rows(groups: tuple[Int64Array, ...], length: Int64Array) -> Int64Array:

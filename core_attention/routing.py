@@ -6,8 +6,9 @@ the Q rows of the pair's tasks, task after task, and each K and V row once howev
 it; the reply holds O and log-sum-exp for the same Q rows (forward), or dQ for the Q rows and dK,
 dV for the K/V rows (backward), in the same order.
 
-Keys that a document carries over from an earlier nano-batch are K/V rows like others, of the ranks
-that hold them; on such a rank they lie behind the rows of the nano-batch itself.
+Keys that a document carries are K/V rows like others, of the ranks that hold them; where the
+nano-batch before hands them over, they lie behind the rows of the nano-batch itself. However many
+documents of a server carry a row, it travels once, and its dK and dV are sums over all of them.
 
 The order is fixed: tasks by (document, q_begin), K/V runs by (document, offset). Members that hold
 different slices of a plan agree on it, because a slice keeps the order of documents.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +45,8 @@ class PairRoute:
         task: ``[n_q_runs]`` index into the task table of each task with its Q on ``rank``.
         q_row: ``[n_q_runs]`` first packed row of the task's queries on ``rank``.
         q_length: ``[n_q_runs]`` its queries.
-        kv_document: ``[n_kv_runs]`` document of each run of K/V rows.
+        kv_document: ``[n_kv_runs]`` document of each run of K/V rows; runs that begin in one row
+            are the same rows, which several documents carry.
         kv_offset: ``[n_kv_runs]`` position of the run's first row in the document.
         kv_row: ``[n_kv_runs]`` its first packed row on ``rank``.
         kv_length: ``[n_kv_runs]`` its rows.
@@ -65,7 +68,7 @@ class PairRoute:
 
     @cached_property
     def n_kv_rows(self) -> int:
-        return int(self.kv_length.sum())
+        return int(self._sent.length.sum())
 
     @cached_property
     def q_rows(self) -> Int64Array:
@@ -75,7 +78,7 @@ class PairRoute:
     @cached_property
     def kv_rows(self) -> Int64Array:
         """``[n_kv_rows]`` packed rows on ``rank``, in message order."""
-        return runs_to_rows(self.kv_row, self.kv_length)
+        return runs_to_rows(self._sent.row, self._sent.length)
 
     @cached_property
     def q_position(self) -> Int64Array:
@@ -85,7 +88,35 @@ class PairRoute:
     @cached_property
     def kv_position(self) -> Int64Array:
         """``[n_kv_runs]`` where each run begins in the message's K/V rows."""
-        return exclusive_cumsum(self.kv_length)
+        return np.asarray(exclusive_cumsum(self._sent.length)[self._sent.place])
+
+    @cached_property
+    def _sent(self) -> _SentRuns:
+        """The runs of K/V rows in the message, each as long as any document reads it."""
+        order = np.argsort(self.kv_row, kind="stable")
+        bounds = group_bounds((self.kv_row[order],))
+        if len(bounds) > len(order):
+            return _SentRuns(self.kv_row, self.kv_length, np.arange(len(order)))
+        first, n_readers = order[bounds[:-1]], np.diff(bounds)
+        length = np.maximum.reduceat(self.kv_length[order], bounds[:-1])
+        # In the order of their first readers.
+        in_order = np.argsort(first)
+        place = np.empty_like(order)
+        place[order] = np.repeat(np.argsort(in_order), n_readers)
+        return _SentRuns(self.kv_row[first[in_order]], length[in_order], place)
+
+
+class _SentRuns(NamedTuple):
+    """Runs of K/V rows as a message has them.
+
+    Attributes:
+        row, length: ``[n_sent]`` first packed row and rows.
+        place: ``[n_kv_runs]`` which of them each run of the route is.
+    """
+
+    row: Int64Array
+    length: Int64Array
+    place: Int64Array
 
 
 def derive_routes(

@@ -20,6 +20,7 @@ from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import (
     MAX_RANK_SEGMENTS,
+    NO_PARENT,
     Manifest,
     RankManifest,
     SegmentColumns,
@@ -43,8 +44,9 @@ _RANK_MANIFEST_COLUMNS: Columns = {
     "offset": _INT32,
     "length": _INT32,
 }
+_TREE_COLUMNS: Columns = {"document_parent": _INT64, "document_offset": _INT32}
 MAX_RANK_MANIFEST_BYTES = MAX_RANK_SEGMENTS * sum(
-    dtype.itemsize for dtype in _RANK_MANIFEST_COLUMNS.values()
+    dtype.itemsize for dtype in (_RANK_MANIFEST_COLUMNS | _TREE_COLUMNS).values()
 )
 """The most bytes of the columns."""
 
@@ -55,7 +57,7 @@ DOCUMENT_COLUMNS: Columns = {
 }
 _ROW = ("document", "offset", "length", "rank", "row")
 SEGMENT_COLUMNS: Columns = {f"segment_{name}": _INT32 for name in _ROW}
-CARRIED_COLUMNS: Columns = {f"carried_{name}": _INT32 for name in _ROW}
+CARRIED_COLUMNS: Columns = {f"carried_{name}": _INT32 for name in (*_ROW, "origin")}
 TASK_COLUMNS: Columns = dict.fromkeys(("document", "q_begin", "q_end", "server"), _INT32)
 _SERVER_FORECAST_COLUMNS: Columns = {
     "seconds": _FLOAT64,
@@ -154,11 +156,13 @@ def profile_from_proto(message: profile_pb2.CostProfile) -> CostProfile:
 def rank_manifest_to_proto(manifest: RankManifest) -> plan_pb2.RankManifest:
     """The message of ``manifest``, nano-batch after nano-batch."""
     _check_n_segments(len(manifest.columns.length))
+    has_tree = (manifest.columns.document_parent != NO_PARENT).any()
+    specs = _RANK_MANIFEST_COLUMNS | (_TREE_COLUMNS if has_tree else {})
     return plan_pb2.RankManifest(
         step=manifest.step,
         rank=manifest.rank,
         n_nano_batches=manifest.n_nano_batches,
-        **_pack_all("RankManifest", _RANK_MANIFEST_COLUMNS, manifest.columns._asdict()),
+        **_pack_all("RankManifest", specs, manifest.columns._asdict()),
     )
 
 
@@ -175,11 +179,20 @@ def rank_manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
         raise WireError(
             f"{name}.n_nano_batches is {message.n_nano_batches}; valid are 1 to {MAX_NANO_BATCHES}"
         )
-    columns = _unpack_all(name, message, _RANK_MANIFEST_COLUMNS)
+    has_tree = message.document_parent or message.document_offset
+    columns = _unpack_all(
+        name, message, _RANK_MANIFEST_COLUMNS | (_TREE_COLUMNS if has_tree else {})
+    )
+    if not has_tree:
+        columns |= {"document_parent": np.full_like(columns["length"], NO_PARENT)}
+        columns |= {"document_offset": np.zeros_like(columns["length"])}
     document_end = columns["document_length"]
     _check_values(name, columns, "nano_batch", 0, message.n_nano_batches - 1)
     _check_values(name, columns, "length", 1, document_end)
-    _check_values(name, columns, "offset", 0, document_end - columns["length"])
+    _check_values(name, columns, "document_offset", 0, document_end - columns["length"])
+    _check_values(
+        name, columns, "offset", columns["document_offset"], document_end - columns["length"]
+    )
     nano_batch = columns["nano_batch"]
     if (nano_batch[1:] < nano_batch[:-1]).any():
         order = np.argsort(nano_batch, kind="stable")
@@ -452,7 +465,11 @@ def _unpack(field: str, data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _check_values(
-    name: str, columns: Mapping[str, Int64Array], field: str, low: int, high: int | Int64Array
+    name: str,
+    columns: Mapping[str, Int64Array],
+    field: str,
+    low: int | Int64Array,
+    high: int | Int64Array,
 ) -> None:
     """Every value of the column lies in the closed range ``[low, high]``."""
     column = columns[field]
@@ -461,7 +478,8 @@ def _check_values(
         at, highest = int(bad.argmax()), np.broadcast_to(high, column.shape)
         raise WireError(
             f"{name}.{field}: segment {at} (document {columns['document_id'][at]}, length "
-            f"{columns['document_length'][at]}) has {column[at]}; valid are {low} to {highest[at]}"
+            f"{columns['document_length'][at]}) has {column[at]}; valid are "
+            f"{np.broadcast_to(low, column.shape)[at]} to {highest[at]}"
         )
 
 

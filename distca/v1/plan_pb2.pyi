@@ -22,7 +22,7 @@ PLAN_VERDICT_LIMITED: PlanVerdict
 PLAN_VERDICT_MISSED: PlanVerdict
 
 class RankManifest(_message.Message):
-    __slots__ = ("step", "rank", "n_nano_batches", "nano_batch", "document_id", "document_length", "offset", "length")
+    __slots__ = ("step", "rank", "n_nano_batches", "nano_batch", "document_id", "document_length", "offset", "length", "document_parent", "document_offset")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     N_NANO_BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class RankManifest(_message.Message):
     DOCUMENT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_PARENT_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     step: int
     rank: int
     n_nano_batches: int
@@ -39,10 +41,12 @@ class RankManifest(_message.Message):
     document_length: bytes
     offset: bytes
     length: bytes
-    def __init__(self, step: _Optional[int] = ..., rank: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., nano_batch: _Optional[bytes] = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., length: _Optional[bytes] = ...) -> None: ...
+    document_parent: bytes
+    document_offset: bytes
+    def __init__(self, step: _Optional[int] = ..., rank: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., nano_batch: _Optional[bytes] = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., length: _Optional[bytes] = ..., document_parent: _Optional[bytes] = ..., document_offset: _Optional[bytes] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("step", "n_ranks", "n_nano_batches", "whole", "document_id", "document_length", "document_nano_batch", "segment_document", "segment_offset", "segment_length", "segment_rank", "segment_row", "carried_document", "carried_offset", "carried_length", "carried_rank", "carried_row")
+    __slots__ = ("step", "n_ranks", "n_nano_batches", "whole", "document_id", "document_length", "document_nano_batch", "segment_document", "segment_offset", "segment_length", "segment_rank", "segment_row", "carried_document", "carried_offset", "carried_length", "carried_rank", "carried_row", "carried_origin")
     STEP_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_NANO_BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +64,7 @@ class Manifest(_message.Message):
     CARRIED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CARRIED_RANK_FIELD_NUMBER: _ClassVar[int]
     CARRIED_ROW_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_ORIGIN_FIELD_NUMBER: _ClassVar[int]
     step: int
     n_ranks: int
     n_nano_batches: int
@@ -77,7 +82,8 @@ class Manifest(_message.Message):
     carried_length: bytes
     carried_rank: bytes
     carried_row: bytes
-    def __init__(self, step: _Optional[int] = ..., n_ranks: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., whole: bool = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., document_nano_batch: _Optional[bytes] = ..., segment_document: _Optional[bytes] = ..., segment_offset: _Optional[bytes] = ..., segment_length: _Optional[bytes] = ..., segment_rank: _Optional[bytes] = ..., segment_row: _Optional[bytes] = ..., carried_document: _Optional[bytes] = ..., carried_offset: _Optional[bytes] = ..., carried_length: _Optional[bytes] = ..., carried_rank: _Optional[bytes] = ..., carried_row: _Optional[bytes] = ...) -> None: ...
+    carried_origin: bytes
+    def __init__(self, step: _Optional[int] = ..., n_ranks: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., whole: bool = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., document_nano_batch: _Optional[bytes] = ..., segment_document: _Optional[bytes] = ..., segment_offset: _Optional[bytes] = ..., segment_length: _Optional[bytes] = ..., segment_rank: _Optional[bytes] = ..., segment_row: _Optional[bytes] = ..., carried_document: _Optional[bytes] = ..., carried_offset: _Optional[bytes] = ..., carried_length: _Optional[bytes] = ..., carried_rank: _Optional[bytes] = ..., carried_row: _Optional[bytes] = ..., carried_origin: _Optional[bytes] = ...) -> None: ...
 
 class TaskTable(_message.Message):
     __slots__ = ("document", "q_begin", "q_end", "server")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from core_attention.manifest import RankManifest, Segment
+from core_attention.manifest import NO_PARENT, RankManifest, Segment
 
 
 def in_halves(n_ranks: int, *lengths: int) -> list[RankManifest]:
@@ -22,14 +22,22 @@ def within_nano_batches(n_ranks: int, *lengths: int) -> list[RankManifest]:
 
 
 def pieces(*ranks: str) -> list[RankManifest]:
-    """Of each rank: its nano-batches between bars, their segments as DOCUMENT:BEGIN-END/LENGTH."""
-    found = re.compile(r"(\d+):(\d+)-(\d+)/(\d+)")
+    """Of each rank: its nano-batches between bars, their segments as DOCUMENT:BEGIN-END/LENGTH,
+    with <PARENT@OFFSET behind those of a document that branches off another."""
+    found = re.compile(r"(\d+):(\d+)-(\d+)/(\d+)(?:<(\d+)@(\d+))?")
     manifests = []
     for rank, nano_batches in enumerate(ranks):
         segments = [
             [
-                Segment(document, length, begin, end - begin)
-                for document, begin, end, length in (map(int, each) for each in found.findall(nano))
+                Segment(
+                    int(document),
+                    int(length),
+                    int(begin),
+                    int(end) - int(begin),
+                    int(parent or NO_PARENT),
+                    int(offset or 0),
+                )
+                for document, begin, end, length, parent, offset in found.findall(nano)
             ]
             for nano in nano_batches.split("|")
         ]

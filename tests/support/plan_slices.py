@@ -59,6 +59,7 @@ def restrict(manifest: Manifest, documents: Int64Array) -> Manifest:
         carried_length=manifest.carried_length[carried],
         carried_rank=manifest.carried_rank[carried],
         carried_row=manifest.carried_row[carried],
+        carried_origin=manifest.carried_origin[carried],
     )
 
 

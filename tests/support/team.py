@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core_attention.manifest import RankManifest
+from core_attention.manifest import NO_PARENT, RankManifest
 from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from tests.support.cluster import Cluster, keep_profile
@@ -307,11 +307,22 @@ def compare(
     )
     sinks = rows_of[0, 0, layer].get("sinks")
     dsinks = []
-    for pieces in _document_pieces(manifests):
-        gathered = {
-            name: torch.cat([rows_of[r, nano, layer][name][rows].cpu() for r, nano, rows in pieces])
-            for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
+    documents = _document_pieces(manifests)
+    wanted: dict[tuple[int, int], Rows] = {
+        (rank, nano): {
+            name: torch.zeros_like(rows[name], dtype=torch.float64, device="cpu")
+            for name in ("o", "dq", "dk", "dv")
         }
+        for (rank, nano, at), rows in rows_of.items()
+        if at == layer
+    }
+    for above, own in documents:
+        gathered = {
+            name: torch.cat([rows_of[r, n, layer][name][at].cpu() for r, n, at in (*above, *own)])
+            for name in ("q", "k", "v", "do")
+        }
+        # What is read of other documents has outputs of its own there.
+        gathered["do"][: sum(at.stop - at.start for _, _, at in above)] = 0
         expected = reference_attention(
             gathered["q"],
             gathered["k"],
@@ -322,10 +333,21 @@ def compare(
             rule,
             sinks,
         )
-        for name in ("o", "dq", "dk", "dv"):
-            assert_close(name, gathered[name], getattr(expected, name))
+        begin = 0
+        for piece in (*above, *own):
+            rank, nano, at = piece
+            its = slice(begin, begin := begin + at.stop - at.start)
+            for name in ("o", "dq", "dk", "dv") if piece in own else ("dk", "dv"):
+                wanted[rank, nano][name][at] += getattr(expected, name)[its]
         if expected.dsinks is not None:
             dsinks.append(expected.dsinks)
+    for _, own in documents:
+        for name in ("o", "dq", "dk", "dv"):
+            found, expected_rows = (
+                torch.cat([of[(r, n, *key)][name][at].cpu() for r, n, at in own])
+                for of, key in ((rows_of, (layer,)), (wanted, ()))
+            )
+            assert_close(name, found, expected_rows)
     if dsinks:
         ranks = [rows["dsinks"] for (_, _, at), rows in rows_of.items() if at == layer]
         assert_close("dsinks", torch.stack(ranks).sum(0).cpu(), torch.stack(dsinks).sum(0))
@@ -353,11 +375,14 @@ def assert_close(name: str, result: torch.Tensor, expected: torch.Tensor) -> Non
     assert error <= tolerance, f"{name} differs by {error:.2e} of its largest element"
 
 
-def _document_pieces(
-    manifests: Sequence[RankManifest],
-) -> list[list[tuple[int, int, slice]]]:
-    """By document: its (rank, nano-batch, packed rows), in the order of positions."""
+Piece = tuple[int, int, slice]
+"""Rank, nano-batch and packed rows."""
+
+
+def _document_pieces(manifests: Sequence[RankManifest]) -> list[tuple[list[Piece], list[Piece]]]:
+    """By document: the rows before its own, which its path has, and its own, by position."""
     pieces: dict[int, list[tuple[int, int, int, slice]]] = {}
+    parents: dict[int, tuple[int, int]] = {}
     for manifest in manifests:
         for nano_batch, segments in enumerate(manifest.nano_batches):
             row = 0
@@ -369,5 +394,23 @@ def _document_pieces(
                     slice(row, row + segment.length),
                 )
                 pieces.setdefault(segment.document_id, []).append(piece)
+                parents[segment.document_id] = segment.document_parent, segment.document_offset
                 row += segment.length
-    return [[piece[1:] for piece in sorted(its, key=lambda p: p[0])] for its in pieces.values()]
+
+    def path(document: int, end: int) -> list[Piece]:
+        """The rows of positions [0, end)."""
+        if document == NO_PARENT:
+            return []
+        parent, begin = parents[document]
+        its = sorted(pieces[document], key=lambda piece: piece[0])
+        cut = [
+            (rank, nano, slice(rows.start, min(rows.stop, rows.start + end - offset)))
+            for offset, rank, nano, rows in its
+            if offset < end
+        ]
+        return path(parent, min(begin, end)) + cut
+
+    return [
+        (path(*parents[document]), [piece[1:] for piece in sorted(its, key=lambda p: p[0])])
+        for document, its in pieces.items()
+    ]

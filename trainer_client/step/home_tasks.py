@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from core_attention.arrays import Int64Array
+from core_attention.arrays import BoolArray, Int64Array
 from core_attention.kernels.protocol import TaskBatch
+from core_attention.manifest import OWN_ROWS
 from trainer_client.step.edge_keys import GivenKeys, TakenKeys
 from trainer_client.step.running_step import RunningStep
 
@@ -274,8 +275,7 @@ class _RowPiece(NamedTuple):
         length: rows.
         rank: who has them.
         row: the first one's packed row there.
-        is_carried: whether they are keys of the nano-batch before, and the row is one there: -1
-            where it is another rank's, which is not known here.
+        is_carried: whether they are keys of the nano-batch before, and the row is one there.
     """
 
     offset: int
@@ -292,7 +292,7 @@ class _Document:
     Attributes:
         document_id: its id.
         pieces: its rows in the nano-batch, by position.
-        carried: its rows in the nano-batch before, for one that goes on in this one.
+        carried: its rows before these, which other documents own.
     """
 
     document_id: int
@@ -306,7 +306,7 @@ class _Document:
         while at < len(pieces) and pieces[at].offset < end:
             piece = pieces[at]
             low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
-            row = piece.row if piece.row < 0 else piece.row + low - piece.offset
+            row = piece.row + low - piece.offset
             found.append(piece._replace(offset=low, length=high - low, row=row))
             at += 1
         return found
@@ -322,11 +322,8 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
     manifest = running.plan.manifest
     held = manifest.held
     mine = np.unique(held.document[held.rank == running.rank])
-    of_this = manifest.document_nano_batch[manifest.carried_document] == nano_batch
-    carried = np.flatnonzero(of_this & (manifest.carried_rank == running.rank))
-    carried = carried[np.argsort(manifest.carried_row[carried])]
-    row_before = np.full(manifest.n_carried, -1, dtype=np.int64)
-    row_before[carried] = [row for row, _ in running.carried(nano_batch)]
+    is_handed_over = manifest.carried_origin != OWN_ROWS
+    row = np.where(is_handed_over, manifest.carried_origin, manifest.carried_row)
     segments = _pieces(
         manifest.segment_offset,
         manifest.segment_length,
@@ -334,22 +331,19 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
         manifest.segment_row,
     )
     first_segment = manifest.first_segment.tolist()
-    carried_pieces = [
-        piece._replace(is_carried=True)
-        for piece in _pieces(
-            manifest.carried_offset, manifest.carried_length, manifest.carried_rank, row_before
-        )
-    ]
+    carried = _pieces(
+        manifest.carried_offset, manifest.carried_length, manifest.carried_rank, row, is_handed_over
+    )
     first_carried = manifest.first_carried.tolist()
     for document in mine[manifest.document_nano_batch[mine] == nano_batch].tolist():
         yield _Document(
             int(manifest.document_id[document]),
             _joined(segments[first_segment[document] : first_segment[document + 1]]),
-            carried_pieces[first_carried[document] : first_carried[document + 1]],
+            carried[first_carried[document] : first_carried[document + 1]],
         )
 
 
-def _pieces(*columns: Int64Array) -> list[_RowPiece]:
+def _pieces(*columns: Int64Array | BoolArray) -> list[_RowPiece]:
     """Pieces from the columns of their fields."""
     return [_RowPiece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 

@@ -168,31 +168,9 @@ class RunningStep:
 
     @cached_property
     def _carried(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        manifest = self.plan.manifest
-        mine = np.flatnonzero(manifest.carried_rank == self.rank)
-        if not len(mine):
-            return {}
-        mine = mine[np.argsort(manifest.carried_row[mine])]
-        held = manifest.segment_rank == self.rank
-        place = {
-            (document_id, offset): row
-            for document_id, offset, row in zip(
-                manifest.document_id[manifest.segment_document[held]].tolist(),
-                manifest.segment_offset[held].tolist(),
-                manifest.segment_row[held].tolist(),
-                strict=True,
-            )
-        }
-        document = manifest.carried_document[mine]
         found: dict[int, list[tuple[int, int]]] = {}
-        for nano_batch, document_id, offset, length in zip(
-            manifest.document_nano_batch[document].tolist(),
-            manifest.document_id[document].tolist(),
-            manifest.carried_offset[mine].tolist(),
-            manifest.carried_length[mine].tolist(),
-            strict=True,
-        ):
-            found.setdefault(nano_batch, []).append((place[document_id, offset], length))
+        for nano_batch, row, length in self.plan.manifest.handed_over(self.rank):
+            found.setdefault(nano_batch, []).append((row, length))
         return {nano_batch: tuple(runs) for nano_batch, runs in found.items()}
 
     def n_rows(self, nano_batch: int) -> int:

@@ -67,7 +67,7 @@ def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
         (pieces("3:0-2/4 3:1-4/4"), 1, "offset 1"),
         (pieces("3:1-4/4"), 1, "offset 1"),
         (pieces("3:0-3/4"), 1, "document 3: its segments end at 3"),
-        (pieces("3:0-1/2 3:1-2/3"), 1, "its length as 3"),
+        (pieces("3:0-1/2 3:1-2/3"), 1, "document_length is 3"),
         (pieces("3:0-1/2 | 3:1-2/2 |"), 1, "nano-batches [0, 1]"),
         (pieces("| 3:0-1/2 | 3:1-2/2 |"), 1, "nano-batches [1, 2]"),
         (pieces("3:0-1/2 | | | 3:1-2/2"), 1, "nano-batches [0, 3]"),

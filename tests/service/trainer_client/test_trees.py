@@ -1,0 +1,61 @@
+"""Documents that share a prefix, against each of them alone in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from core_attention.manifest import RankManifest, Segment
+from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
+from tests.support.cluster import Cluster
+from tests.support.cut_manifests import pieces
+from tests.support.team import Team
+
+
+def group(trunk: int, *children: int) -> list[RankManifest]:
+    """A trunk and its children, spread over two ranks."""
+    held: list[list[Segment]] = [[Segment(0, trunk, 0, trunk)], []]
+    for document, rows in enumerate(children, 1):
+        child = Segment(document, trunk + rows, trunk, rows, 0, trunk)
+        held[document % 2].append(child)
+    return [RankManifest(0, rank, [segments, []]) for rank, segments in enumerate(held)]
+
+
+TWO_RANKS = {
+    "parent and child on one rank": pieces("1:0-40/40 2:40-70/70<1@40 |", "9:0-5/5 |"),
+    "child on the other rank": pieces("1:0-40/40 |", "2:40-70/70<1@40 |"),
+    "branch inside the parent": pieces("1:0-40/40 2:17-50/50<1@17 |", "3:17-18/18<1@17 |"),
+    "a chain five deep": pieces(
+        "1:0-20/20 3:25-60/60<2@25 5:70-71/71<4@70 |", "2:20-30/30<1@20 4:60-80/80<3@60 |"
+    ),
+    "a trunk over both ranks": pieces(
+        "1:0-100/150 2:150-190/190<1@150 |", "1:100-150/150 3:120-190/190<1@120 4:1-2/2<1@1 |"
+    ),
+    "of an agent": pieces(
+        "1:0-64/64 2:64-96/96<1@64 3:96-97/97<2@96 8:0-7/7 |",
+        "4:96-160/160<2@96 5:64-70/70<1@64 6:70-99/99<5@70 7:70-71/71<5@70 |",
+    ),
+    "an empty prefix": pieces("1:0-9/9 2:0-9/9<1@0 |", "3:0-9/9 |"),
+    "300 children": group(50, *[1 + n % 7 for n in range(300)]),
+    "in the other nano-batch": pieces(
+        "1:0-40/40 2:40-50/50<1@40 | 3:30-60/60<1@30 4:50-70/70<2@50", "9:0-5/5 | 5:40-90/90<1@40"
+    ),
+    "a trunk cut between nano-batches": pieces(
+        "1:0-40/80 2:30-50/50<1@30 | 1:40-60/80 3:70-90/90<1@70", "9:0-5/5 | 1:60-80/80 4:5-9/9<1@5"
+    ),
+    "a child cut between nano-batches": pieces(
+        "1:0-40/40 2:40-50/80<1@40 | 2:70-80/80<1@40", "3:30-70/70<1@30 | 2:50-70/80<1@40"
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team]:
+    with Team(pool_of_four, 2, make_shape(), n_layers=2, placement=request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_every_placement_matches_separate_documents(team: Team, case: str) -> None:
+    team.check(TWO_RANKS[case])
