@@ -356,8 +356,8 @@ class Manifest:
         last = np.searchsorted(document, parts[:, 0], side="right") - 1
         length_of[parts[:, 0]] = offset[last] + length[last]
         source = _sources(texts, parts, parent, n_nano_batches)
+        _check_offsets(texts, source, parent, begin, length_of, parts[:, 1])
         begin[parts[:, 1]] = length_of[parts[:, 0]]
-        _check_offsets(texts, source, parent, begin, length_of)
         if source.max() >= 0:
             own_rows = np.zeros((n_nano_batches, n_ranks), dtype=np.int64)
             np.add.at(own_rows, (nano, rank), length)
@@ -669,13 +669,20 @@ def _sources(
 
 
 def _check_offsets(
-    texts: _Texts, source: Int64Array, parent: Int64Array, begin: Int64Array, length: Int64Array
+    texts: _Texts,
+    source: Int64Array,
+    parent: Int64Array,
+    begin: Int64Array,
+    length: Int64Array,
+    second_parts: Int64Array,
 ) -> None:
-    """Documents begin inside their parents' paths, and have rows of their own."""
-    most = np.where(source < 0, 0, np.minimum(length[source], length - 1))
-    wrong = np.flatnonzero((begin < 0) | (begin > most))
-    if wrong.size:
-        at = int(wrong[0])
+    """Documents begin inside their parents' paths, and have rows of their own; second parts go on
+    where the first ones end."""
+    most = np.where(parent == NO_PARENT, 0, np.minimum(length[source], length - 1))
+    wrong = (begin < 0) | (begin > most)
+    wrong[second_parts] = False
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
         raise ManifestError(
             f"document {texts.document_id[at]}: document_offset is {begin[at]} of parent "
             f"{parent[at]}; valid are 0 to {most[at]}, which leaves a row of its own"

@@ -25,7 +25,7 @@ from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planner.planning import (
     PlanningOptions,
     PlanningServer,
-    refuse_cut_documents,
+    refuse_carried_keys,
 )
 from control_plane.planner.side_by_side import threads
 from control_plane.planner.slots import plan_slots
@@ -59,7 +59,7 @@ def plan(
     if options.pipelining is not None:
         return plan_slots(manifest, servers, shape, options, epoch=epoch)
     if options.max_process_bytes is not None:
-        refuse_cut_documents(manifest, "limits of bytes (max_process_bytes) do not count its keys")
+        refuse_carried_keys(manifest, "limits of bytes (max_process_bytes) do not count its keys")
     fleet = build_fleet(servers, manifest.n_ranks)
     links = links_of(servers, fleet, options)
     found = survey(manifest, fleet)

@@ -18,7 +18,7 @@ from control_plane.planner.forecast import row_bytes
 from control_plane.planner.planning import (
     PlanningOptions,
     PlanningServer,
-    refuse_cut_documents,
+    refuse_carried_keys,
 )
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -53,7 +53,7 @@ def plan(
     """Plans one step; see :class:`~control_plane.planner.planning.Planner`."""
     if options.pipelining is not None:
         raise PlanError("pipelines of ranks are planned under the causal mask only")
-    refuse_cut_documents(manifest, "under the full mask its queries would need keys of both")
+    refuse_carried_keys(manifest, "under the full mask its queries would need keys behind them")
     tables, forecasts, reasons = {}, {}, []
     for phase in Phase:
         tables[phase], reason = _plan_phase(manifest, servers, options, phase)

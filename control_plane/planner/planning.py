@@ -13,7 +13,7 @@ from typing import Protocol
 
 from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError
-from core_attention.manifest import Manifest
+from core_attention.manifest import OWN_ROWS, Manifest
 from core_attention.pipelining import Pipelining
 from core_attention.plan import Plan, PlanServer
 from core_attention.shape import AttentionShape
@@ -135,14 +135,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def refuse_cut_documents(manifest: Manifest, why: str) -> None:
-    """Refuse documents that are cut between nano-batches."""
-    if manifest.n_carried:
-        document = int(manifest.carried_document[0])
-        nano_batch = int(manifest.document_nano_batch[document])
+def refuse_carried_keys(manifest: Manifest, why: str, *, handed_over: bool = False) -> None:
+    """Refuse documents that are cut between nano-batches or have parents; with ``handed_over``
+    only where that is in another nano-batch."""
+    its = manifest.carried_document
+    if handed_over:
+        its = its[manifest.carried_origin != OWN_ROWS]
+    if len(its):
+        document = int(its[0])
         raise PlanError(
-            f"document {manifest.document_id[document]} begins in nano-batch {nano_batch - 1} and "
-            f"goes on in nano-batch {nano_batch}, and {why}: keep every document in one nano-batch"
+            f"document {manifest.document_id[document]} carries "
+            f"{manifest.document_begin[document]} keys into nano-batch "
+            f"{manifest.document_nano_batch[document]}, and {why}: keep documents whole there, "
+            "without a parent"
         )
 
 

@@ -24,7 +24,7 @@ from control_plane.planner.planning import (
     NO_BASE,
     PlanningOptions,
     PlanningServer,
-    refuse_cut_documents,
+    refuse_carried_keys,
 )
 from control_plane.planner.rounds import (
     TASKS,
@@ -159,7 +159,7 @@ def _check_options(
 def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> None:
     if n_halves % 2:
         why = f"microbatches of {n_halves} nano-batches have no pairs of them to be cut between"
-        refuse_cut_documents(manifest, why)
+        refuse_carried_keys(manifest, why, handed_over=True)
     held = manifest.held
     microbatch = manifest.document_nano_batch[held.document] // n_halves
     for unit_of in table.unit_of:

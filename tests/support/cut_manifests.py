@@ -45,6 +45,16 @@ def pieces(*ranks: str) -> list[RankManifest]:
     return manifests
 
 
+def tree() -> list[RankManifest]:
+    """A trunk over two of three ranks, with branches of branches on all of them and in both
+    nano-batches."""
+    return pieces(
+        "1:0-90/150 2:90-97/97<1@90 | 3:97-140/140<2@97 4:150-151/151<1@150",
+        "1:90-150/150 5:150-190/190<1@150 | 6:190-220/220<5@190 7:0-11/11",
+        "8:120-170/170<1@120 9:170-175/175<8@170 | 10:150-199/199<8@150 11:20-30/30<1@20",
+    )
+
+
 def cut_in_two(lengths: Iterable[int], first_id: int) -> list[list[Segment]]:
     """The segments of two nano-batches of one rank, documents one after another, as even as can
     be; ids count on from ``first_id``."""

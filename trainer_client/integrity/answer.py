@@ -63,6 +63,19 @@ class Answer:
         ranks = held.rank[held.document == document]
         return bool((ranks != self.route.rank).any())
 
+    def readers(self, document: int) -> dict[int, int]:
+        """By document that reads keys of ``document`` on the server, itself among them: where in
+        both the last of these ends. Gradients are sums over all of these documents."""
+        route = self.route
+        mine, end = route.kv_document == document, route.kv_offset + route.kv_length
+        own_ends = dict(zip(route.kv_row[mine].tolist(), end[mine].tolist(), strict=True))
+        found: dict[int, int] = {}
+        shared = np.isin(route.kv_row, route.kv_row[mine])
+        runs = (column[shared].tolist() for column in (route.kv_document, route.kv_row, end))
+        for each, row, its_end in zip(*runs, strict=True):
+            found[each] = max(found.get(each, 0), min(its_end, own_ends[row]))
+        return found
+
     def key_rows(self, document: int, k_end: int) -> Int64Array | None:
         """Packed rows of the keys ``[0, k_end)`` of ``document`` that the server was sent, by
         position; None if other ranks hold some of them."""

@@ -194,7 +194,7 @@ class Auditor:
                 continue
             queries = self._some(q_begin, q_end)
             offsets = queries - q_begin
-            at_home = _all_queries_at_home(answer, document)
+            at_home = all(_all_queries_at_home(answer, each) for each in answer.readers(document))
             keys = self._some(0, k_end) if at_home else np.zeros(0, np.int64)
             yield Sample(
                 answer=answer,
@@ -260,18 +260,33 @@ class Auditor:
             _queries(answer, sample.query_rows), k, v, positions, self._scale, self._rule
         )
         if len(sample.keys):
-            rows, all_positions = _queries_of_server(answer, sample.document)
-            at = torch.from_numpy(sample.keys)
-            expected |= key_gradient_rows(
-                _queries(answer, rows),
+            expected |= self._key_gradients(sample, k, v)
+        return expected
+
+    def _key_gradients(
+        self, sample: Sample, k: torch.Tensor, v: torch.Tensor
+    ) -> dict[str, Expected]:
+        """dk and dv of the chosen keys, sums over the documents that read them."""
+        keys, sums = torch.from_numpy(sample.keys), {}
+        for name, rows in (("dk", k), ("dv", v)):
+            zeros = torch.zeros_like(rows[keys], dtype=torch.float32)
+            sums[name] = Expected(zeros, zeros.clone())
+        for document, end in sample.answer.readers(sample.document).items():
+            at = keys[keys < end]
+            rows, positions = _queries_of_server(sample.answer, document)
+            found = key_gradient_rows(
+                _queries(sample.answer, rows),
                 k[at],
                 v[at],
-                torch.from_numpy(all_positions),
+                torch.from_numpy(positions),
                 at,
                 self._scale,
                 self._rule,
             )
-        return expected
+            for name, expected in found.items():
+                sums[name].value[: len(at)] += expected.value
+                sums[name].magnitude[: len(at)] += expected.magnitude
+        return sums
 
 
 def _copy_results(

@@ -68,7 +68,8 @@ class ResultChecker:
         """The fault of the server in ``answer``, in words; None if nothing is.
 
         Rows of this rank alone show whose fault it is: they are computed at home once more. Where
-        other ranks' rows went into the result, or it cannot be computed here, nobody knows. Then
+        other ranks' rows or several documents went into the result, or it cannot be computed here,
+        nobody knows. Then
         the server is blamed once: if another one computes the same, the rows were at fault.
         """
         if answer.tick.phase is Phase.BACKWARD and answer.results["dq"].dtype == torch.float16:
@@ -77,9 +78,10 @@ class ResultChecker:
             bad = None if _all_finite(answer.results) else first_bad_row(answer)
             if bad is None:
                 return None
-            if not _all_finite(answer.inputs_of(bad.document)):
+            documents = answer.readers(bad.document) if bad.name in _OF_KEYS else [bad.document]
+            if not all(_all_finite(answer.inputs_of(document)) for document in documents):
                 acquitted = True
-            elif (found := self._at_home(answer, bad.document)) is not None:
+            elif len(documents) == 1 and (found := self._at_home(answer, bad.document)) is not None:
                 acquitted = not _all_finite(found)
             else:
                 acquitted = (answer.tick, bad.document) in self._blamed
@@ -129,7 +131,8 @@ def first_bad_row(answer: Answer) -> BadRow | None:
 def _describe(answer: Answer, name: str, row: int) -> BadRow:
     route, manifest = answer.route, answer.plan.manifest
     if name in _OF_KEYS:
-        run = int(np.searchsorted(route.kv_position, row, side="right")) - 1
+        begin = route.kv_position
+        run = int(np.flatnonzero((begin <= row) & (row < begin + route.kv_length))[0])
         document = int(route.kv_document[run])
         position = int(route.kv_offset[run]) + row - int(route.kv_position[run])
         what = f"key {position}"

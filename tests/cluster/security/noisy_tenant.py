@@ -32,7 +32,8 @@ def short_documents(n: int) -> SegmentColumns:
     total = N_NANO_BATCHES * n
     one = np.ones(total, dtype=np.int64)
     nano_batch = np.repeat(np.arange(N_NANO_BATCHES), n)
-    return SegmentColumns(nano_batch, np.arange(total), one, np.zeros_like(one), one)
+    zeros = np.zeros_like(one)
+    return SegmentColumns(nano_batch, np.arange(total), one, zeros, one, zeros - 1, zeros)
 
 
 def submit_all(client: Client, jobs: list[tuple[str, str]], first: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 from core_attention.checksum import seal
 from core_attention.manifest import RankManifest, Segment
 from tests.support.cluster import NODE_SHAPE, Cluster
+from tests.support.cut_manifests import pieces
 from tests.support.team import Team
 
 N_LAYERS = 2
@@ -78,6 +79,14 @@ def cut_at_home() -> list[RankManifest]:
     ]
 
 
+def tree_at_home() -> list[RankManifest]:
+    """Two ranks, each with a tree, of which one reads a branch of the other."""
+    return pieces(
+        "1:0-40/40 2:40-60/60<1@40 3:20-50/50<1@20 4:60-61/61<2@60 | 5:0-3/3",
+        "6:0-40/40 7:40-60/60<6@40 8:40-41/41<6@40 9:61-70/70<4@61 | 10:0-3/3",
+    )
+
+
 def team_on(cluster: Cluster, **options: Any) -> Team:
     return Team(cluster, 2, NODE_SHAPE, placement="pool", n_layers=N_LAYERS, **options)
 
@@ -102,6 +111,7 @@ def test_undisturbed_steps_pass_every_check(pool: Cluster, placement: str) -> No
         for seed in range(3):
             team.check(lengths(40, 1, 9), seed=seed)
             team.check(cut_at_home(), seed=seed)
+            team.check(tree_at_home(), seed=seed)
         for session in team.sessions:
             session._examiner.close()
         assert metric(team, "audited_tasks_total", result="equal") > 0

@@ -16,7 +16,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
-from tests.support.cut_manifests import in_halves
+from tests.support.cut_manifests import in_halves, tree
 from tests.support.team import Layer, Layers, Rows, StepResult, Team, assert_close
 from tests.support.waiting import eventually
 from trainer_client import checkpoint, core_attention
@@ -146,6 +146,17 @@ def test_a_killed_server_costs_no_step(
         assert max(recoveries(result)) >= 1
         monkeypatch.undo()
         assert recoveries(team.check(manifests, seed=2)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize(("rank", "nano_batch"), [(0, 0), (2, 1)])
+def test_a_killed_server_costs_no_step_of_a_tree(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch, phase: Phase, rank: int, nano_batch: int
+) -> None:
+    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
+        victims = nodes_of(servers)[:1]
+        kill_at(monkeypatch, victims, rank=rank, layer=1, phase=phase, nano_batch=nano_batch)
+        assert max(recoveries(team.check(tree()))) >= 1
 
 
 @pytest.mark.parametrize("nano_batch", [0, 1])

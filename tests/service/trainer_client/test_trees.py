@@ -10,7 +10,7 @@ from core_attention.manifest import RankManifest, Segment
 from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
 from tests.support.cluster import Cluster
 from tests.support.cut_manifests import pieces
-from tests.support.team import Team
+from tests.support.team import Layer, Team
 
 
 def group(trunk: int, *children: int) -> list[RankManifest]:
@@ -54,6 +54,19 @@ TWO_RANKS = {
 def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team]:
     with Team(pool_of_four, 2, make_shape(), n_layers=2, placement=request.param) as running:
         yield running
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_windows_and_checkpoints_match_separate_documents(
+    pool_of_four: Cluster, placement: str
+) -> None:
+    """Layers at home exchange edge keys across branch points."""
+    layers = [Layer(window=16, sinks=True), Layer(), Layer(chunk=16), Layer()]
+    with Team(
+        pool_of_four, 2, make_shape(), layers=layers, placement=placement, checkpointed=True
+    ) as team:
+        for case in ("of an agent", "a chain five deep", "in the other nano-batch"):
+            team.check(TWO_RANKS[case])
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)

@@ -163,6 +163,8 @@ def test_longest_document_fits_and_a_longer_one_is_refused() -> None:
         (Segment(9, 10, -1, 5), "offset"),
         (Segment(9, 10, 6, 5), "offset"),
         (Segment(9, 0, 0, 1), "length"),
+        (Segment(9, 10, 4, 6, 8, 5), r"RankManifest\.offset: .* has 4; valid are 5 to"),
+        (Segment(9, 10, 9, 1, 8, -1), r"RankManifest\.document_offset: .* has -1; valid are 0 to"),
     ],
 )
 def test_segments_outside_their_document_are_refused(segment: Segment, field: str) -> None:
@@ -192,7 +194,7 @@ def test_broken_rank_manifest_is_refused(field: str, value: Any) -> None:
 
 def short_documents(n: int) -> RankManifest:
     one = np.ones(n, dtype=np.int64)
-    columns = SegmentColumns(one - 1, np.arange(n), one, one - 1, one)
+    columns = SegmentColumns(one - 1, np.arange(n), one, one - 1, one, one, one - 1)
     return RankManifest.from_columns(0, 0, 1, columns)
 
 
@@ -202,7 +204,8 @@ def test_a_rank_with_too_many_segments_is_refused_on_both_sides() -> None:
     assert most.ByteSize() < MAX_RANK_MANIFEST_BYTES + 64
     with pytest.raises(WireError):
         rank_manifest_to_proto(short_documents(MAX_RANK_SEGMENTS + 1))
-    for field, width in (("nano_batch", 4), ("document_id", 8), ("document_length", 4)):
+    wide = (("document_id", 8), ("document_parent", 8), ("document_offset", 4))
+    for field, width in (*wide, ("nano_batch", 4), ("document_length", 4)):
         setattr(most, field, getattr(most, field) + bytes(width))
     most.offset += bytes(4)
     most.length += b"\1\0\0\0"
