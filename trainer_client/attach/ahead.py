@@ -1,4 +1,4 @@
-"""The lengths of batches that a loader has given, before their forwards: a hint."""
+"""The documents of batches that a loader has given, before their forwards: a hint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from core_attention.errors import ManifestError
 from trainer_client.attach.call_rows import CallRows
+from trainer_client.turns.branches import RowDocuments
 
 MAX_FETCHED = 1024
 """Batches that are remembered; loops fetch the microbatches of one optimizer step at a time."""
@@ -16,32 +17,32 @@ Batch = TypeVar("Batch")
 
 
 class Fetched:
-    """The lengths of the documents of batches that have been fetched, oldest first.
+    """The documents of batches that have been fetched, oldest first.
 
     Attributes:
         watchers: called when a batch is fetched.
     """
 
     def __init__(self) -> None:
-        self._lengths: deque[list[int]] = deque(maxlen=MAX_FETCHED)
+        self._documents: deque[RowDocuments] = deque(maxlen=MAX_FETCHED)
         self.watchers: list[Callable[[], None]] = []
 
     @property
-    def next(self) -> list[int] | None:
+    def next(self) -> RowDocuments | None:
         """Those of the oldest batch without a forward; None if there is none."""
-        return self._lengths[0] if self._lengths else None
+        return self._documents[0] if self._documents else None
 
-    def put(self, lengths: list[int]) -> None:
+    def put(self, documents: RowDocuments) -> None:
         """A batch has been fetched."""
-        self._lengths.append(lengths)
+        self._documents.append(documents)
         for watcher in list(self.watchers):
             watcher()
 
-    def take(self, lengths: list[int]) -> bool:
-        """A forward has documents of these lengths: it is that of the oldest such batch, and those
-        before it have been left out. Returns whether there is one."""
-        is_there = lengths in self._lengths
-        while is_there and self._lengths.popleft() != lengths:
+    def take(self, documents: RowDocuments) -> bool:
+        """A forward has such documents: it is that of the oldest such batch, and those before it
+        have been left out. Returns whether there is one."""
+        is_there = documents in self._documents
+        while is_there and self._documents.popleft() != documents:
             pass
         return is_there
 
@@ -64,14 +65,15 @@ def ahead(
         lengths: reads them from a batch of another kind; in packed order.
     """
     for batch in loader:
-        fetched.put(_lengths_of(batch) if lengths is None else [*map(int, lengths(batch))])
+        given = None if lengths is None else RowDocuments([*map(int, lengths(batch))])
+        fetched.put(given or _documents_of(batch))
         yield batch
 
 
-def _lengths_of(batch: Any) -> list[int]:
+def _documents_of(batch: Any) -> RowDocuments:
     if not isinstance(batch, Mapping):
         raise ManifestError(
             f"the loader gave a {type(batch).__name__}; give ahead(loader, lengths=...) a function "
             "that reads the lengths of its documents"
         )
-    return CallRows.of(batch).lengths
+    return CallRows.of(batch).documents

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_device, on_host
+from trainer_client.turns.branches import TREE_ARGUMENTS, RowDocuments
 from trainer_client.turns.manifests import (
     lengths_between,
     lengths_of_documents,
@@ -28,34 +29,43 @@ class CallRows:
     """The rows of a call.
 
     Attributes:
-        lengths: of the documents, in packed order.
+        documents: in packed order.
         shape: of the batch, ``(batch, tokens)``.
         rows: ``[n_rows]`` int64, the places of its tokens in the flattened batch, in order; None:
             the batch is one row without padding.
     """
 
-    lengths: list[int]
+    documents: RowDocuments
     shape: tuple[int, int]
     rows: torch.Tensor | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each document."""
+        return self.documents.lengths
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> CallRows:
         """Read a call's arguments: documents begin where ``position_ids`` restart at 0, or where
         ``cu_seq_lens_q`` or the numbers of a mask say (``1 1 2 2 2 0``); else each row of the batch
-        is one."""
+        is one. Documents that share prefixes have arguments of their own, see
+        :data:`trainer_client.turns.branches.TREE_ARGUMENTS`."""
         given = named.get("input_ids")
         given = named.get("inputs_embeds") if given is None else given
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             raise ManifestError("the call has no input_ids nor inputs_embeds [batch, tokens]")
         shape = (int(given.shape[0]), int(given.shape[1]))
         if 0 in shape:
-            return cls([], shape, None)
+            return cls(RowDocuments([]), shape, None)
         mask, positions = _mask_of(named, shape), named.get("position_ids")
+        if (tree := RowDocuments.of_tree(named, shape[0] * shape[1])) is not None:
+            found = cls(tree, shape, None)
+            _check_tree(found, mask, positions)
+            return found
         if mask is not None:
             lengths = padded_lengths(mask.bool()) if mask.max() == 1 else numbered_lengths(mask)
-            found = cls(
-                lengths, shape, on_device(mask.flatten().nonzero().squeeze(1), given.device)
-            )
+            seen = on_device(mask.flatten().nonzero().squeeze(1), given.device)
+            found = cls(RowDocuments(lengths), shape, seen)
             _check_positions(positions, mask, found.positions(mask.device)[0])
             return found
         if (cumulative := named.get("cu_seq_lens_q")) is not None:
@@ -73,18 +83,20 @@ class CallRows:
         if sum(lengths) != shape[0] * shape[1]:
             raise ManifestError(f"cu_seq_lens_q has {sum(lengths)} tokens, the batch {shape}")
         rows = torch.arange(shape[0] * shape[1])
-        return cls(lengths, shape, on_device(rows, given.device) if shape[0] != 1 else None)
+        rows_of = on_device(rows, given.device) if shape[0] != 1 else None
+        return cls(RowDocuments(lengths), shape, rows_of)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """``[1, rows]``: those of the packed row, which restart at 0 in each document."""
-        ends = torch.tensor(self.lengths).cumsum(0)
-        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-        offsets = begins.repeat_interleave(torch.tensor(self.lengths))
-        return on_device((torch.arange(len(offsets)) - offsets)[None], device)
+        """``[1, rows]``: those of the packed row, which restart in each document at its offset."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        before = lengths.cumsum(0) - lengths - torch.tensor(self.documents.offsets)
+        begins = before.repeat_interleave(lengths)
+        return on_device((torch.arange(len(begins)) - begins)[None], device)
 
     def packed(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments for the one row ``[1, n_rows]`` of all tokens, documents in order."""
-        return {name: self._pack(value) for name, value in named.items()}
+        given = {name: value for name, value in named.items() if name not in TREE_ARGUMENTS}
+        return {name: self._pack(value) for name, value in given.items()}
 
     def padded(self, output: Any) -> Any:
         """Outputs for the packed row, as those for the batch: zeros where padding is."""
@@ -124,6 +136,21 @@ def _mask_of(named: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor |
         )
     told = on_host(mask).long()
     return None if bool((told == 1).all()) else told
+
+
+def _check_tree(found: CallRows, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+    """Check that a tree is one row without padding, and that positions count along its paths."""
+    if found.shape[0] != 1 or mask is not None:
+        raise ManifestError(
+            f"documents share prefixes in a batch {found.shape}; give one row [1, rows], without "
+            "padding or numbers in attention_mask"
+        )
+    counted = found.positions(torch.device("cpu"))
+    if positions is not None and not torch.equal(on_host(positions).expand(found.shape), counted):
+        raise ManifestError(
+            "position_ids and document_offsets disagree: in each document they count up by one "
+            "from its offset"
+        )
 
 
 def _check_positions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Token
 from typing import Any
@@ -16,6 +16,7 @@ from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.hooks.gradient_sync import is_last_of_round
 from trainer_client.hooks.pipelining_dry_run import for_shapes
 from trainer_client.step.lane import Lane, current_lane
+from trainer_client.turns.branches import RowDocuments
 
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 """Adds to a session's options those that follow from the model."""
@@ -45,10 +46,10 @@ class Forward:
         """True if an exception is leaving it."""
         return sys.exc_info()[1] is not self._around
 
-    def begin(self, steps: OpenSteps, lengths: Sequence[int]) -> None:
-        """Plan a step with documents of these lengths; core attention is served in its lane from
-        here on, or in the lanes that it is to choose."""
-        self.lanes, self._steps = steps.begin(lengths, self._is_last), steps
+    def begin(self, steps: OpenSteps, documents: RowDocuments) -> None:
+        """Plan a step with these documents; core attention is served in its lane from here on, or
+        in the lanes that it is to choose."""
+        self.lanes, self._steps = steps.begin(documents, self._is_last), steps
         if len(self.lanes) == 1:
             self._token = current_lane.set(self.lanes[0])
 

@@ -22,6 +22,7 @@ from trainer_client.attach.scalars import Throughput
 from trainer_client.session import Session
 from trainer_client.step.lane import Lane
 from trainer_client.step.running_step import RunningStep
+from trainer_client.turns.branches import RowDocuments
 from trainer_client.turns.manifests import manifest_of_forward
 
 logger = logging.getLogger(__name__)
@@ -91,19 +92,19 @@ class OpenSteps:
         self._follows_loader = False
         # A forward has come, and nobody has asked for its plan.
         self._is_planning = False
-        # Handed in before its forward: which hand-in, and the lengths.
-        self._early: tuple[int, list[int]] | None = None
+        # Handed in before its forward: which hand-in, and its documents.
+        self._early: tuple[int, RowDocuments] | None = None
         fetched.watchers.append(self._hand_in_early)
 
-    def begin(self, lengths: Sequence[int], is_last: bool | None) -> list[Lane]:
-        """Has a step planned with documents of these lengths on this rank; returns its lanes with
-        rows, or the first one. A single lane waits for the plan, several have it.
+    def begin(self, wanted: RowDocuments, is_last: bool | None) -> list[Lane]:
+        """Has a step planned with documents on this rank; returns its lanes with rows, or the first
+        one. A single lane waits for the plan, several have it.
 
         Args:
-            lengths: of the documents, in packed order.
+            wanted: the documents, in packed order.
             is_last: see :func:`trainer_client.hooks.gradient_sync.is_last_of_round`.
         """
-        session, wanted = self.session, list(lengths)
+        session = self.session
         self._sweep()
         self._round.begins(is_last)
         if len(self._steps) == self._n_places:
@@ -140,7 +141,7 @@ class OpenSteps:
         """A forward begins that has no documents: others do not wait for it."""
         self._sweep()
         self._round.begins(is_last)
-        fetched.take([])
+        fetched.take(RowDocuments([]))
         if is_last is not None:
             self.session.tell(self._joining())
 
@@ -181,19 +182,21 @@ class OpenSteps:
 
         A rank of several that does not know where its round ends hands in none: others could be
         planned with a step that it runs only when they have come to a collective behind theirs."""
-        lengths = fetched.next
+        documents = fetched.next
         knows = self._round.is_known or self.session.options.n_ranks == 1
         is_free = self._early is None and not self._is_planning
         has_room = is_free and len(self._steps) < self._n_places
-        if lengths and knows and has_room and self._follows_loader:
+        if documents is None or not documents.lengths:
+            return
+        if knows and has_room and self._follows_loader:
             joining = self._joining(awaited=False)
-            self._early = self._join(lengths, joining, forward_only=False), lengths
+            self._early = self._join(documents, joining, forward_only=False), documents
 
     def _join(
-        self, lengths: Sequence[int], joining: jobs_pb2.Joining, *, forward_only: bool
+        self, documents: RowDocuments, joining: jobs_pb2.Joining, *, forward_only: bool
     ) -> int:
         own = range(self._turns)
-        manifest = manifest_of_forward(0, self.session.options, lengths, own)
+        manifest = manifest_of_forward(0, self.session.options, documents, own)
         return self.session.join(manifest, joining, forward_only=forward_only)
 
     def _joining(self, sequence: int = 0, *, awaited: bool = True) -> jobs_pb2.Joining:

@@ -27,6 +27,7 @@ from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.step import operation
 from trainer_client.step.home_tasks import LayerKind
 from trainer_client.step.lane import Lane, current_lane, current_step
+from trainer_client.turns.branches import RowDocuments
 
 
 class OwnForwards:
@@ -54,7 +55,7 @@ class OwnForwards:
             return False
         forward, steps = self._forwards[-1][0], self._steps(self._complete)
         if lengths:
-            forward.begin(steps, lengths)
+            forward.begin(steps, RowDocuments(lengths))
         else:
             forward.begin_without_rows(steps)
         return bool(lengths)

@@ -87,7 +87,7 @@ class ServedDecoder:
         documents = _documents(rows)
         given = _packed(decoder, named, rows, documents)
         if begins:
-            forward.begin(steps, rows.lengths)
+            forward.begin(steps, rows.documents)
         if len(forward.lanes) == 1:
             of_forwards[forward.lanes[0]] = documents
         self._forwards.append((forward, rows.padded))
@@ -119,8 +119,8 @@ def holds_transformers(model: nn.Module) -> bool:
 
 def _documents(rows: CallRows) -> Documents:
     begins = itertools.accumulate(rows.lengths[:-1], initial=0)
-    segments = [(begin, 0, length) for begin, length in zip(begins, rows.lengths, strict=True)]
-    return Documents("the row of a forward", segments)
+    offsets = rows.documents.offsets
+    return Documents("the row of a forward", [*zip(begins, offsets, rows.lengths, strict=True)])
 
 
 def _packed(

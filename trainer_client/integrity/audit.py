@@ -273,9 +273,9 @@ class Auditor:
             sums[name] = Expected(zeros, zeros.clone())
         for document, end in sample.answer.readers(sample.document).items():
             at = keys[keys < end]
-            rows, positions = _queries_of_server(sample.answer, document)
+            query_rows, positions = _queries_of_server(sample.answer, document)
             found = key_gradient_rows(
-                _queries(sample.answer, rows),
+                _queries(sample.answer, query_rows),
                 k[at],
                 v[at],
                 torch.from_numpy(positions),

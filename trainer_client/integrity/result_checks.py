@@ -131,8 +131,8 @@ def first_bad_row(answer: Answer) -> BadRow | None:
 def _describe(answer: Answer, name: str, row: int) -> BadRow:
     route, manifest = answer.route, answer.plan.manifest
     if name in _OF_KEYS:
-        begin = route.kv_position
-        run = int(np.flatnonzero((begin <= row) & (row < begin + route.kv_length))[0])
+        behind = row - route.kv_position
+        run = int(np.flatnonzero((behind >= 0) & (behind < route.kv_length))[0])
         document = int(route.kv_document[run])
         position = int(route.kv_offset[run]) + row - int(route.kv_position[run])
         what = f"key {position}"

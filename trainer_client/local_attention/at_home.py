@@ -27,7 +27,9 @@ from transformers.masking_utils import sdpa_mask
 from core_attention.errors import ManifestError
 from trainer_client.hooks.checkpointing import HOME, Checkpoints, keep_nothing
 from trainer_client.local_attention.plain import attend_by_scores, attend_documents, seen_rows
+from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step
+from trainer_client.turns.branches import Branches
 from trainer_client.turns.manifests import lengths_of_documents
 
 logger = logging.getLogger(__name__)
@@ -142,6 +144,8 @@ def attend_at_home(
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    kind: LayerKind = FULL,
+    branches: Branches | None = None,
 ) -> torch.Tensor:
     """Core attention of one layer.
 
@@ -156,6 +160,8 @@ def attend_at_home(
         lengths: of the documents of the only row, if the mask follows them; None: as the mask says.
         softcap: of the scores; 0 is none.
         sinks: ``[num_heads]``, or None.
+        kind: of the layer, where the mask follows documents with ``branches``.
+        branches: where the documents of ``lengths`` branch off.
 
     Returns:
         o ``[batch, queries, num_heads, head_dim_v]``.
@@ -165,8 +171,9 @@ def attend_at_home(
     tensor = mask.tensor if lengths is None and isinstance(mask, HomeMask) else mask
     if lengths is not None:
         o = attend_documents(
-            query, key, value, lengths, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout
-        )
+            query, key, value, lengths, scale=scaling, softcap=softcap, sinks=sinks, kind=kind,
+            dropout=dropout, branches=branches,
+        )  # fmt: skip
     elif softcap or sinks is not None:
         o = attend_by_scores(
             query,

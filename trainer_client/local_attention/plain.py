@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import dropout as drop_out
 from torch.nn.functional import scaled_dot_product_attention
 
 from core_attention.ca_task import MaskKind
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.sinks import with_sinks
+from trainer_client.turns.branches import Branches, Run
 
 _MOST_SCORES = 1 << 26
 """Scores that exist at a time, without gradients: 256 MiB."""
@@ -29,6 +31,7 @@ def attend_documents(
     kind: LayerKind = FULL,
     mask: MaskKind = MaskKind.CAUSAL,
     dropout: float = 0.0,
+    branches: Branches | None = None,
 ) -> torch.Tensor:
     """Attention within each document; no mask of all rows times all rows is made.
 
@@ -43,6 +46,7 @@ def attend_documents(
         kind: which keys a query sees.
         mask: whether later ones among them.
         dropout: of attention weights.
+        branches: where documents branch off others, under the causal mask.
 
     Returns:
         o ``[..., num_heads, rows, head_dim_v]``.
@@ -56,20 +60,31 @@ def attend_documents(
         dropout=dropout,
     )
     parts = (tensor.split(list(lengths), dim=-2) for tensor in (q, k, v))
+    prefixes = [[]] * len(lengths) if branches is None else branches.prefixes(lengths)
     outputs = []
-    for query, key, value in zip(*parts, strict=True):
-        n_rows = query.shape[-2]
+    for query, own_key, own_value, prefix in zip(*parts, prefixes, strict=True):
+        key, value = _path(k, prefix, own_key), _path(v, prefix, own_value)
+        n_rows = key.shape[-2]
         if sinks is None and not softcap and (kind.reach is None or kind.reach >= n_rows):
+            bias = causal_lower_right(query.shape[-2], n_rows) if prefix else None
             o = scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout,
-                enable_gqa=True,
+                query, key, value, bias, is_causal=is_causal and not prefix, scale=scale,
+                dropout_p=dropout, enable_gqa=True,
             )  # fmt: skip
         elif is_causal:
-            o = by_scores(query, key, value, seen_rows(q.device, n_rows, kind))
+            first = n_rows - query.shape[-2]
+            o = by_scores(query, key, value, seen_rows(q.device, n_rows, kind, first))
         else:
             o = by_scores(query, key, value, lambda begin, end: q.new_ones(1, dtype=torch.bool))
         outputs.append(o)
     return torch.cat(outputs, dim=-2)
+
+
+def _path(rows: torch.Tensor, prefix: Sequence[Run], own: torch.Tensor) -> torch.Tensor:
+    """Rows of a document's path: those of ``prefix``, then its own."""
+    if not prefix:
+        return own
+    return torch.cat([*(rows.narrow(-2, begin, length) for begin, length in prefix), own], dim=-2)
 
 
 def attend_by_scores(
@@ -126,12 +141,13 @@ def attend_by_scores(
 
 
 def seen_rows(
-    device: torch.device, n_keys: int, kind: LayerKind = FULL
+    device: torch.device, n_keys: int, kind: LayerKind = FULL, first: int = 0
 ) -> Callable[[int, int], torch.Tensor]:
-    """The keys that queries of one causal document see, for :func:`attend_by_scores`."""
+    """The keys that queries of one causal document see, for :func:`attend_by_scores`; ``first``:
+    the position of the first query."""
 
     def shown(begin: int, end: int) -> torch.Tensor:
-        row = torch.arange(begin, end, device=device)[:, None]
+        row = torch.arange(first + begin, first + end, device=device)[:, None]
         key = torch.arange(n_keys, device=device)[None, :]
         seen = key <= row
         if kind.window is not None:

@@ -133,7 +133,7 @@ def _mask(
     local_size = kwargs.get("local_size")
     if local_size is not None and local_size < 1:
         return UnsupportedMask(f"a window of {local_size} tokens")
-    kind = _kind(local_size, kwargs.get("config"))
+    kind = kind_of(local_size, kwargs.get("config"))
     mask = None if kind.is_full else LayerMask(kind)
     if mask_function is None or documents is None:
         return mask
@@ -157,7 +157,7 @@ def current_documents() -> Documents:
     return documents_of(require_lane()) if check is None else check.documents
 
 
-def _kind(local_size: int | None, config: Any) -> LayerKind:
+def kind_of(local_size: int | None, config: Any) -> LayerKind:
     """The kind of a layer; transformers has one name for the size of windows and chunks."""
     if local_size is None:
         return FULL

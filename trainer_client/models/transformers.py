@@ -52,12 +52,14 @@ from trainer_client.models.layer_masks import (
     LayerMask,
     current_documents,
     distca_mask,
+    kind_of,
     shows,
 )
-from trainer_client.step.home_tasks import FULL
+from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
 from trainer_client.step.sinks import with_sinks
+from trainer_client.turns.branches import TREE_ARGUMENTS, RowDocuments
 
 __all__ = [
     "IMPLEMENTATION",
@@ -161,6 +163,8 @@ def _at_home(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention by ``attend`` of rows that nobody has planned."""
+    tree = RowDocuments.of_tree(kwargs, query.shape[0] * query.shape[2])
+    kwargs = {name: value for name, value in kwargs.items() if name not in TREE_ARGUMENTS}
     _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedModel(
@@ -168,6 +172,9 @@ def _at_home(
             "'distca' computes causal attention only where nothing was planned"
         )
     query, key, value = _cast(module, query, key, value)
+    if tree is not None:
+        attend = functools.partial(attend, kind=_kind_at_home(mask), branches=tree.branches)
+        return attend(module, query, key, value, None, scaling, dropout, tree.lengths)
     lengths, positions = None, kwargs.get("position_ids")
     if positions is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]:
         if mask is None:
@@ -178,6 +185,18 @@ def _at_home(
             _, lengths, apart = mask.known[id(positions)]
             mask = mask if apart is None else apart
     return attend(module, query, key, value, mask, scaling, dropout, lengths)
+
+
+def _kind_at_home(mask: Any) -> LayerKind:
+    """The kind of a layer whose documents share prefixes."""
+    if mask is None:
+        return FULL
+    if not isinstance(mask, HomeMask) or mask.pads or mask.asked.get("use_vmap"):
+        raise UnsupportedArgument(
+            "documents share prefixes, and the mask pads rows or is the model's own; give one row "
+            "without attention_mask"
+        )
+    return kind_of(mask.asked.get("local_size"), mask.asked.get("config"))
 
 
 def _documents_at_home(

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count
 
 import torch
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
-from core_attention.manifest import RankManifest
+from core_attention.manifest import NO_PARENT, RankManifest, Segment
 from trainer_client.options import SessionOptions
+from trainer_client.turns.branches import Branches, RowDocuments
 from trainer_client.turns.parts import cut, segments_of, split_documents
 
 
 def manifest_of_forward(
-    step: int, options: SessionOptions, lengths: Sequence[int], own: range
+    step: int, options: SessionOptions, documents: RowDocuments, own: range
 ) -> RankManifest:
     """The manifest of one packed row that is split into some nano-batches of a step.
 
     Args:
         step: the training step.
         options: of the session.
-        lengths: of the row's documents.
+        documents: of the row.
         own: its nano-batches; two, if documents are cut.
     """
     rank, n_after = options.rank, options.n_nano_batches - own.stop
-    if options.cut_documents:
-        halves = cut(lengths, 2, inside_documents=True)
-        held = segments_of(lengths, halves, count(rank << 32))
+    lengths, branches = documents
+    if options.cut_documents or branches is not None:
+        parts = cut(lengths, len(own), inside_documents=options.cut_documents)
+        held = segments_of(lengths, parts, count(rank << 32))
+        if branches is not None:
+            held = [[_branched(each, branches, rank) for each in segments] for segments in held]
         return RankManifest(step, rank, [[]] * own.start + held + [[]] * n_after)
-    parts = split_documents(lengths, len(own))
-    return RankManifest.from_lengths(step, rank, [[]] * own.start + parts + [[]] * n_after)
+    split = split_documents(lengths, len(own))
+    return RankManifest.from_lengths(step, rank, [[]] * own.start + split + [[]] * n_after)
+
+
+def _branched(segment: Segment, branches: Branches, rank: int) -> Segment:
+    """A segment, counted from the root of its document's path."""
+    document = segment.document_id - (rank << 32)
+    offset, parent = branches.offsets[document], branches.parents[document]
+    if parent != NO_PARENT:
+        parent += (rank if branches.ranks is None else branches.ranks[document]) << 32
+    return Segment(
+        document_id=segment.document_id,
+        document_length=segment.document_length + offset,
+        offset=segment.offset + offset,
+        length=segment.length,
+        document_parent=parent,
+        document_offset=offset,
+    )
 
 
 def padded_lengths(seen: torch.Tensor) -> list[int]:

@@ -759,6 +759,58 @@ def cut_documents(run: Run) -> None:
 
 
 @loop
+def trees(run: Run) -> None:
+    """Documents that share prefixes, also with one of the other rank, against paths alone; with
+    documents cut between halves; and without gradients, at home and served. DDP has ranks come to
+    steps together."""
+    wrapped = DistributedDataParallel(run.model)
+    lengths, parents, offsets = [21, 12, 9, 1, 14], [-1, 0, 1, 0, 0], [0, 21, 30, 17, 8]
+    n_ranks = dist.get_world_size()
+    for turn in range(4):
+        if turn == 2 and SETTINGS["turns"] == 2:
+            SETTINGS["cut_documents"] = True
+            run.swap(run.model, run.local)
+            wrapped = DistributedDataParallel(run.model)
+            del SETTINGS["cut_documents"]
+        generator = torch.Generator().manual_seed(turn)
+        drawn = [
+            [torch.randint(4, 64, (n,), generator=generator) for n in lengths]
+            for _ in range(n_ranks)
+        ]
+        holders = [run.rank] * len(lengths)
+        if turn % 2:
+            holders[-1] = (run.rank + 1) % n_ranks
+        paths = [drawn[run.rank][0]]
+        for document in range(1, len(lengths)):
+            holder, parent = holders[document], parents[document]
+            above = paths[parent] if holder == run.rank else drawn[holder][parent]
+            paths.append(torch.cat([above[: offsets[document]], drawn[run.rank][document]]))
+        own = drawn[run.rank]
+        positions = [
+            torch.arange(offset, offset + n) for n, offset in zip(lengths, offsets, strict=True)
+        ]
+        given: dict[str, Any] = {
+            "input_ids": torch.cat(own)[None],
+            "position_ids": torch.cat(positions)[None],
+            "document_lengths": torch.tensor(lengths),
+            "document_offsets": offsets,
+            "document_parents": torch.tensor(parents),
+        }
+        if turn % 2:
+            given["document_parent_ranks"] = torch.tensor(holders)
+        logits = wrapped(**given).logits
+        sum(map(loss_of, rows_of(logits, own, "")), torch.zeros(())).backward()
+        for path, n in zip(paths, lengths, strict=True):
+            loss_of(run.local(input_ids=path[None]).logits[0, -n:]).backward()
+        # A parent's rank has gradients of the children elsewhere.
+        run.compare(is_mean=True)
+        for forward in () if turn % 2 else (distca.served_forward, nullcontext):
+            with torch.no_grad(), forward():
+                found = run.model(**given).logits
+            assert (found - logits).abs().max() <= TOLERANCE * logits.abs().max()
+
+
+@loop
 def decoder_alone(run: Run) -> None:
     """A head of one's own around the decoder, which nothing else calls before."""
     for _ in range(2):
@@ -788,7 +840,9 @@ def averaged(run: Run) -> None:
 
 
 SETTINGS: dict[str, Any] = {"turns": 1}
-IN_TURNS = {"plain", "odd_lengths", "accumulation", "interleaved", "fsdp2", "cut_documents"}
+IN_TURNS = {
+    *("plain", "odd_lengths", "accumulation", "interleaved", "fsdp2", "cut_documents", "trees"),
+}
 """Loops that are run by halves too, where the environment has TURNS."""
 CONTROL_PLANE = int(os.environ.get("CONTROL_PLANE", "0"))
 NODES = [int(pid) for pid in os.environ.get("NODES", "").split()]

@@ -31,6 +31,7 @@ from trainer_client import SessionError, labels_per_rank
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
+from trainer_client.turns.branches import RowDocuments
 
 ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
 
@@ -185,7 +186,7 @@ class Outputs(NamedTuple):
 
 
 def test_named_tuples_of_padded_rows_stay_what_they_are() -> None:
-    rows = CallRows([1, 2], (2, 2), torch.tensor([0, 2, 3]))
+    rows = CallRows(RowDocuments([1, 2]), (2, 2), torch.tensor([0, 2, 3]))
     padded = rows.padded(Outputs(torch.ones(1, 3, 1)))
     assert isinstance(padded, Outputs)
     assert padded.hidden.flatten(1).tolist() == [[1, 0], [1, 1]]

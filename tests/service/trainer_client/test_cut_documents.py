@@ -19,6 +19,7 @@ from tests.support.cluster import Cluster
 from tests.support.cut_manifests import in_halves, pieces
 from tests.support.team import Layer, Team
 from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
+from trainer_client.turns.branches import RowDocuments
 from trainer_client.turns.manifests import manifest_of_forward
 
 TWO_RANKS = {
@@ -172,7 +173,7 @@ def test_a_packed_row_is_split_in_its_middle(
         control_plane="here:1", job="a", rank=1, n_ranks=2, n_layers=1, shape=make_shape(),
         n_nano_batches=6, cut_documents=True, data_host="127.0.0.1",
     )  # fmt: skip
-    manifest = manifest_of_forward(3, options, lengths, range(2, 4))
+    manifest = manifest_of_forward(3, options, RowDocuments(lengths), range(2, 4))
     first = 1 << 32
     assert [
         [(s.document_id - first, s.offset, s.length) for s in segments]
