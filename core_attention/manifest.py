@@ -305,6 +305,12 @@ class Manifest:
     def n_carried(self) -> int:
         return len(self.carried_document)
 
+    @property
+    def shares_keys(self) -> bool:
+        """Returns whether some rows are keys of several documents of a nano-batch."""
+        n_over = int((self.carried_origin != OWN_ROWS).sum())
+        return n_over < self.n_carried or len(self._handed_over) < n_over
+
     @cached_property
     def held(self) -> HeldRows:
         """The ranks that take part in the ticks of each document: by its segments, then by carried

@@ -26,6 +26,7 @@ import numpy as np
 from core_attention.arrays import (
     BoolArray,
     Int64Array,
+    distinct,
     exclusive_cumsum,
     group_bounds,
     runs_to_rows,
@@ -93,10 +94,10 @@ class PairRoute:
     @cached_property
     def _sent(self) -> _SentRuns:
         """The runs of K/V rows in the message, each as long as any document reads it."""
+        if len(distinct(self.kv_row)) == len(self.kv_row):
+            return _SentRuns(self.kv_row, self.kv_length, np.arange(len(self.kv_row)))
         order = np.argsort(self.kv_row, kind="stable")
         bounds = group_bounds((self.kv_row[order],))
-        if len(bounds) > len(order):
-            return _SentRuns(self.kv_row, self.kv_length, np.arange(len(order)))
         first, n_readers = order[bounds[:-1]], np.diff(bounds)
         length = np.maximum.reduceat(self.kv_length[order], bounds[:-1])
         # In the order of their first readers.

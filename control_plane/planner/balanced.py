@@ -70,6 +70,9 @@ def plan(
             manifest, servers, fleet, links, batches, shape, options, phase
         )
         forecast = forecast_fleet(manifest, tasks, fleet, found, shape, phase)
+        if manifest.shares_keys:
+            counted = full.rows_and_bytes(manifest, tasks, servers, shape, phase)
+            forecast = PhaseForecast(forecast.home_seconds, forecast.seconds, **counted)
         explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
         longest = [int(batch.home[0].longest.max()) for batch in batches]
         rules = rules_of(shape, phase, options)

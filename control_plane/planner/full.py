@@ -204,6 +204,22 @@ def forecast(
 ) -> PhaseForecast:
     """The costs of ``tasks`` for each server; see
     :func:`control_plane.planner.forecast.forecast`."""
+    return PhaseForecast(
+        home_seconds=_home_seconds(manifest, servers, phase),
+        seconds=_seconds(manifest, tasks, servers, phase),
+        **rows_and_bytes(manifest, tasks, servers, shape, phase),
+    )
+
+
+def rows_and_bytes(
+    manifest: Manifest,
+    tasks: TaskTable,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    phase: Phase,
+) -> dict[str, Int64Array]:
+    """The columns of :class:`PhaseForecast` that routes say, by which keys count once a server
+    however many documents carry them."""
     n_nano, n_servers = manifest.n_nano_batches, len(servers)
     q_rows, kv_rows, q_moved, kv_moved = (
         np.zeros((n_nano, n_servers), dtype=np.int64) for _ in range(4)
@@ -216,14 +232,12 @@ def forecast(
                 q_moved[nano_batch, server] += route.n_q_rows
                 kv_moved[nano_batch, server] += route.n_kv_rows
     per_row = row_bytes(shape, phase)
-    return PhaseForecast(
-        home_seconds=_home_seconds(manifest, servers, phase),
-        seconds=_seconds(manifest, tasks, servers, phase),
-        q_rows=q_rows,
-        kv_rows=kv_rows,
-        bytes_in=q_moved * per_row.q_request + kv_moved * per_row.kv_request,
-        bytes_out=q_moved * per_row.q_reply + kv_moved * per_row.kv_reply,
-    )
+    return {
+        "q_rows": q_rows,
+        "kv_rows": kv_rows,
+        "bytes_in": q_moved * per_row.q_request + kv_moved * per_row.kv_request,
+        "bytes_out": q_moved * per_row.q_reply + kv_moved * per_row.kv_reply,
+    }
 
 
 def _seconds(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from distca.v1 import jobs_pb2
 from trainer_client.options import SessionOptions
+from trainer_client.turns.branches import RowDocuments
 
 _PASSES = 3
 """A backward pass counts as two forward passes in MFU (PaLM, arXiv 2204.02311, appendix B)."""
@@ -19,10 +19,11 @@ class Throughput:
         self._tokens = self._pairs = 0
         self._since = time.perf_counter()
 
-    def count(self, lengths: Sequence[int]) -> None:
-        """Counts a forward with gradients of documents of these lengths."""
-        self._tokens += sum(lengths)
-        self._pairs += sum(length * (length + 1) // 2 for length in lengths)
+    def count(self, documents: RowDocuments) -> None:
+        """Counts a forward with gradients of these documents."""
+        self._tokens += sum(documents.lengths)
+        for length, offset in zip(documents.lengths, documents.offsets, strict=True):
+            self._pairs += length * offset + length * (length + 1) // 2
 
     def take(
         self, options: SessionOptions, flops_per_token: float | None, peak_flops: float | None

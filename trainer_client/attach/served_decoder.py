@@ -28,6 +28,7 @@ from trainer_client.hooks.checkpointing import recomputed_caller
 from trainer_client.models.document_check import (
     check_of,
     is_served_model,
+    refuse_branches,
     refuse_own_positions,
 )
 from trainer_client.models.documents import Documents, documents_of, of_forwards
@@ -128,6 +129,8 @@ def _packed(
 ) -> dict[str, Any]:
     """Return the decoder's arguments as one row whose positions say where documents begin."""
     given, mask = rows.packed(named), named.get("attention_mask")
+    if rows.documents.branches is not None:
+        refuse_branches(decoder)
     device = next(decoder.parameters()).device
     if rows.rows is not None:
         if given.get("position_ids") is None:

@@ -64,8 +64,8 @@ class Answer:
         return bool((ranks != self.route.rank).any())
 
     def readers(self, document: int) -> dict[int, int]:
-        """By document that reads keys of ``document`` on the server, itself among them: where in
-        both the last of these ends. Gradients are sums over all of these documents."""
+        """The documents that read keys of ``document`` on the server, itself among them, and where
+        in both the last of these ends. Gradients are sums over all of them."""
         route = self.route
         mine, end = route.kv_document == document, route.kv_offset + route.kv_length
         own_ends = dict(zip(route.kv_row[mine].tolist(), end[mine].tolist(), strict=True))

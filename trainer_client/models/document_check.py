@@ -32,6 +32,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_host
 from core_attention.kernels.own import shape_of
+from core_attention.manifest import NO_PARENT
 from core_attention.shape import AttentionShape
 from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.hooks.compile_boundary import outside_graphs, uncompiled
@@ -45,6 +46,7 @@ from trainer_client.models.documents import CHECKED, Documents, documents_of
 from trainer_client.models.entrance import entrances, open_door
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
+from trainer_client.turns.branches import Branches
 
 IMPLEMENTATION = "distca"
 
@@ -120,12 +122,14 @@ class DocumentCheck:
             documents.
         counts_from_zero: whether a document's tokens have positions from 0 up where the model is
             given none; those of RoBERTa begin behind the padding token's id.
+        branch_fault: why it takes no documents that share prefixes; empty if it does.
     """
 
     calls: tuple[ModelCall, ...]
     needs: frozenset[str]
     fault: str
     counts_from_zero: bool = True
+    branch_fault: str = ""
 
     @property
     def serves_windows(self) -> bool:
@@ -162,9 +166,15 @@ class LayerCall:
 
 @dataclass
 class Check:
-    """A forward of a check; computes attention in the place of servers."""
+    """A forward of a check; computes attention in the place of servers.
+
+    Attributes:
+        documents: of its row.
+        branches: where they branch off; None: none has a parent.
+    """
 
     documents: Documents
+    branches: Branches | None = None
     modules: list[nn.Module] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -213,6 +223,7 @@ class Check:
             sinks=layer.sinks,
             kind=layer.kind,
             mask=layer.mask,
+            branches=self.branches,
         )
         return o.transpose(1, 2).contiguous()
 
@@ -239,6 +250,16 @@ def refuse_own_positions(model: nn.Module) -> None:
             f"{type(model).__name__} gets a padded batch without position_ids and does not count "
             "positions from 0; pack documents with position_ids that restart at 0"
         )
+
+
+def refuse_branches(model: nn.Module) -> None:
+    """Refuses documents that share prefixes for a model that carries state from token to token."""
+    for check in map(check_of, model.modules()):
+        if check is not None and check.branch_fault:
+            raise UnsupportedModel(
+                f"{type(model).__name__} takes no documents that share prefixes, since "
+                f"{check.branch_fault}; give it each sample whole"
+            )
 
 
 def check_documents(model: nn.Module) -> DocumentCheck:
@@ -393,11 +414,8 @@ class _Checker:
                 f"{self._name} is on the meta device; give its weights values before it is checked"
             )
         modules = self._modules()
-        fault = ""
-        for seed in range(TRIES):
-            fault = self._fault(seed)
-            if not fault:
-                break
+        fault = self._tried(self._fault)
+        branch_fault = fault or self._tried(self._branch_fault)
         counts_from_zero = self._counts_from_zero()
         for module in modules:
             module.training = self._training
@@ -411,8 +429,18 @@ class _Checker:
             _POSITIONS if fault else self._names,
             fault,
             counts_from_zero,
+            branch_fault,
         )
         _of_attention.update((module, found) for module in modules)
+        return found
+
+    def _tried(self, fault: Callable[[int], str]) -> str:
+        """The finding of ``fault`` with whatever tokens."""
+        found = ""
+        for seed in range(TRIES):
+            found = fault(seed)
+            if not found:
+                break
         return found
 
     def _require_trained_to_the_top(self, check: Check) -> None:
@@ -466,6 +494,33 @@ class _Checker:
             if change > max(self._tolerance * scale, 2 * noise):
                 return f"a document's outputs change by {change / scale:.0e} with {cause}"
         return ""
+
+    def _branch_fault(self, seed: int) -> str:
+        """The reason to take no documents that share prefixes; empty if these tokens show none: the
+        last one, behind the first in the tree and a stranger in the row, is as it is alone."""
+        first, middle, last = self._draw(seed)
+        begins = (len(first), len(first) + len(middle))
+        of_tree = (0, 0, begins[0]), (begins[0], 0, len(middle)), (begins[1], begins[0], len(last))
+        of_path = [(0, 0, len(first) + len(last))]
+        branches = Branches((0, 0, begins[0]), (NO_PARENT, NO_PARENT, 0))
+
+        def rows(ids: list[torch.Tensor], check: Check) -> torch.Tensor:
+            output = self._call(torch.cat(ids)[None], check, self._names)
+            return on_host(output[0, -len(last) :].double())
+
+        where = "the check of branches"
+        try:
+            once, again = (
+                rows([first, middle, last], Check(Documents(where, of_tree), branches))
+                for _ in range(2)
+            )
+            alone = rows([first, last], Check(Documents(where, of_path)))
+        except UnsupportedModel as error:
+            return str(error)
+        change, scale = _difference(once, alone), float(alone.abs().max())
+        if change <= max(self._tolerance * scale, 2 * _difference(once, again)):
+            return ""
+        return f"a branch's outputs change by {change / scale:.0e} with {_MIXES}"
 
     def _counts_from_zero(self) -> bool:
         """Return whether one document alone gives the same with its positions and without any, but

@@ -192,7 +192,7 @@ def _kind_at_home(mask: Any) -> LayerKind:
     if mask is None:
         return FULL
     if not isinstance(mask, HomeMask) or mask.pads or mask.asked.get("use_vmap"):
-        raise UnsupportedArgument(
+        raise UnsupportedModel(
             "documents share prefixes, and the mask pads rows or is the model's own; give one row "
             "without attention_mask"
         )

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
@@ -18,8 +19,8 @@ TREE_ARGUMENTS = (
     "document_parents",
     "document_parent_ranks",
 )
-"""Of calls whose documents share prefixes: integers on the CPU, one for each document. The last one
-may be left out."""
+"""Arguments of calls whose documents share prefixes: integers on the CPU, one for each document.
+The last one may be left out."""
 
 Run = tuple[int, int]
 """First row and rows."""
@@ -125,13 +126,16 @@ class RowDocuments(NamedTuple):
                 f"{min(lengths, default=0)}; the batch has {n_rows}, a document 1 or more"
             )
         for document, parent in enumerate(parents):
-            own = ranks is None and not parent < len(lengths)
-            if own or parent < NO_PARENT or parent == document:
+            is_beyond = ranks is None and parent >= len(lengths)
+            if is_beyond or parent < NO_PARENT or (ranks is None and parent == document):
                 raise ManifestError(
                     f"document_parents of document {document} is {parent}; valid are -1 and the "
                     f"places 0 to {len(lengths) - 1} of other documents"
                 )
-        of_ranks = None if ranks is None else tuple(ranks)
+        own_rank = dist.get_rank() if dist.is_initialized() else 0
+        holders = zip(ranks or (), parents, strict=False)
+        is_spread = any(rank != own_rank for rank, parent in holders if parent != NO_PARENT)
+        of_ranks = tuple(ranks) if ranks and is_spread else None
         return cls(lengths, Branches(tuple(offsets), tuple(parents), of_ranks))
 
 

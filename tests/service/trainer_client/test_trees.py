@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from core_attention.manifest import RankManifest, Segment
+from core_attention.manifest import NO_PARENT, RankManifest, Segment
 from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
 from tests.support.cluster import Cluster
 from tests.support.cut_manifests import pieces
@@ -50,6 +52,36 @@ TWO_RANKS = {
 }
 
 
+@st.composite
+def random_trees(draw: st.DrawFn, n_ranks: int = 2) -> list[RankManifest]:
+    """Documents that branch off earlier ones anywhere, in pieces on random ranks, each in a
+    nano-batch or cut between both."""
+    packed: list[list[list[Segment]]] = [[[], []] for _ in range(n_ranks)]
+    ends: list[tuple[int, int]] = []
+    for document in range(draw(st.integers(2, 8))):
+        parent, offset, earliest = NO_PARENT, 0, 0
+        if document and draw(st.booleans()):
+            parent = draw(st.integers(0, document - 1))
+            # In nano-batch 0 only what lies there can be carried.
+            offset = draw(st.integers(0, ends[parent][1]))
+            earliest = int(offset > ends[parent][0])
+        pieces = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+        n_first = draw(st.integers(0, len(pieces))) if not earliest else 0
+        end, length = offset, offset + sum(pieces)
+        for place, piece in enumerate(pieces):
+            rank = draw(st.integers(0, n_ranks - 1))
+            segment = Segment(document, length, end, piece, parent, offset)
+            packed[rank][place >= n_first].append(segment)
+            end += piece
+        ends.append((offset + sum(pieces[:n_first]) if n_first else -1, length))
+    for rank, (_, second) in enumerate(packed):
+        second.append(Segment(100 + rank, 2, 0, 2))
+    return [
+        RankManifest(0, rank, [draw(st.permutations(nano)) for nano in nanos])
+        for rank, nanos in enumerate(packed)
+    ]
+
+
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team]:
     with Team(pool_of_four, 2, make_shape(), n_layers=2, placement=request.param) as running:
@@ -72,3 +104,11 @@ def test_windows_and_checkpoints_match_separate_documents(
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_every_placement_matches_separate_documents(team: Team, case: str) -> None:
     team.check(TWO_RANKS[case])
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(manifests=random_trees(), seed=st.integers(0, 2**16))
+def test_random_trees_and_plans_match_separate_documents(
+    team: Team, manifests: list[RankManifest], seed: int
+) -> None:
+    team.check(manifests, seed=seed)

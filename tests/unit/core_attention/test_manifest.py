@@ -86,6 +86,45 @@ def test_a_broken_invariant_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "field"),
+    [
+        (pieces("1:0-4/4 2:5-6/6<1@5"), "document_offset"),
+        (pieces("1:0-4/4 2:4-4/4<1@4"), "document_offset"),
+        (pieces("1:0-4/4 2:1-3/3<9@1"), "document_parent"),
+        (pieces("1:2-4/4<2@2 2:2-4/4<1@2"), "document_parent"),
+        (pieces("1:0-4/4 2:2-3/4<1@2 2:3-4/4<1@1"), "document_offset"),
+        (pieces("2:4-6/6<1@4 | 1:0-4/4"), "document_parent"),
+        (pieces("1:0-4/4 | | 2:4-6/6<1@4 |"), "document_parent"),
+    ],
+)
+def test_a_broken_tree_is_an_error_that_names_the_field(
+    ranks: list[RankManifest], field: str
+) -> None:
+    with pytest.raises(ManifestError, match=field):
+        Manifest.merge(ranks, 1)
+
+
+def test_a_branch_carries_its_path() -> None:
+    """Document 3 branches off 2, which branches off 1, and 4 is in the other nano-batch."""
+    manifest = Manifest.merge(
+        pieces(
+            "1:0-4/4 2:3-8/8<1@3 | 9:0-1/1 4:4-6/6<1@4 5:2-3/3<1@2",
+            "3:6-7/7<2@6 | 8:0-2/2",
+        ),
+        2,
+    )
+    assert manifest.document_id.tolist() == [1, 2, 3, 4, 5, 8, 9]
+    assert manifest.document_begin.tolist() == [0, 3, 6, 4, 2, 0, 0]
+    assert manifest.carried_document.tolist() == [1, 2, 2, 3, 4]
+    assert manifest.carried_offset.tolist() == [0, 0, 3, 0, 0]
+    assert manifest.carried_length.tolist() == [3, 3, 3, 4, 2]
+    assert manifest.carried_row.tolist() == [0, 0, 4, 4, 4]
+    assert manifest.carried_origin.tolist() == [-1, -1, -1, 0, 0]
+    assert list(manifest.handed_over(0)) == [(1, 0, 4)]
+    assert manifest.n_texts == 7
+
+
+@pytest.mark.parametrize(
     "segment",
     [Segment(1, 2**70, 0, 1), Segment(2**63, 1, 0, 1), Segment(1, 2, 0, 1.5)],  # type: ignore[arg-type]
 )

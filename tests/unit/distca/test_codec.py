@@ -163,8 +163,8 @@ def test_longest_document_fits_and_a_longer_one_is_refused() -> None:
         (Segment(9, 10, -1, 5), "offset"),
         (Segment(9, 10, 6, 5), "offset"),
         (Segment(9, 0, 0, 1), "length"),
-        (Segment(9, 10, 4, 6, 8, 5), r"RankManifest\.offset: .* has 4; valid are 5 to"),
-        (Segment(9, 10, 9, 1, 8, -1), r"RankManifest\.document_offset: .* has -1; valid are 0 to"),
+        (Segment(9, 10, 4, 5, 8, 5), r"RankManifest\.offset"),
+        (Segment(9, 10, 9, 1, 8, -1), "document_offset"),
     ],
 )
 def test_segments_outside_their_document_are_refused(segment: Segment, field: str) -> None:

@@ -15,6 +15,7 @@ from trainer_client.attach import attached
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.environment import options_of_environment, session_options
 from trainer_client.errors import SessionError
+from trainer_client.turns.branches import Branches, RowDocuments
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -197,6 +198,52 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch: pytest.Monkey
 )
 def test_documents_are_read_from_a_call(named: dict[str, Any], lengths: list[int]) -> None:
     assert CallRows.of({"input_ids": IDS, **named}).lengths == lengths
+
+
+TREE = {
+    "document_lengths": [3, 2, 1],
+    "document_offsets": [0, 3, 1],
+    "document_parents": [-1, 0, 0],
+}
+
+
+def test_a_tree_is_read_from_a_call() -> None:
+    rows = CallRows.of({"input_ids": IDS[:1], **TREE})
+    assert rows.documents == RowDocuments([3, 2, 1], Branches((0, 3, 1), (-1, 0, 0)))
+    assert rows.positions(torch.device("cpu")).tolist() == [[0, 1, 2, 3, 4, 1]]
+    assert not TREE.keys() & rows.packed({"input_ids": IDS[:1], **TREE}).keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"document_offsets": None},
+        {"document_parents": [-1, 0]},
+        {"document_lengths": [3, 3, 0]},
+        {"document_lengths": [3, 2, 2]},
+        {"document_parents": [-1, 0, 2]},
+        {"document_parents": [-1, 0, 3]},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]])},
+        {"input_ids": IDS},
+    ],
+)
+def test_a_tree_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError):
+        CallRows.of({"input_ids": IDS[:1], **TREE, **changes})
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        Branches((0, 4, 1), (-1, 0, 0)),
+        Branches((0, 1, 1), (-1, 2, 1)),
+        Branches((0, 3, 1), (-1, 0, 0), (0, 0, 1)),
+    ],
+)
+def test_rows_at_home_have_their_prefixes_there(branches: Branches) -> None:
+    assert Branches((0, 3, 4), (-1, 0, 1)).prefixes([3, 2, 1]) == [[], [(0, 3)], [(0, 3), (3, 1)]]
+    with pytest.raises(ManifestError):
+        branches.prefixes([3, 2, 1])
 
 
 @pytest.mark.parametrize(
