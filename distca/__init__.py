@@ -21,6 +21,7 @@ _MODULES = {
     "flash_attn_varlen_func": "trainer_client.attach.own_forwards",
     "labels_per_rank": "trainer_client.loops.loss_weight",
     "log_scalars": "trainer_client.attach",
+    "pack_tree": "trainer_client.loops.tree",
     "served_forward": "trainer_client.local_attention.at_home",
 }
 
@@ -34,6 +35,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "labels_per_rank",
     "log_scalars",
+    "pack_tree",
     "served_forward",
 ]
 

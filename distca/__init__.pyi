@@ -8,5 +8,6 @@ from trainer_client.attach.own_forwards import flash_attn_varlen_func as flash_a
 from trainer_client.local_attention.at_home import at_home as at_home
 from trainer_client.local_attention.at_home import served_forward as served_forward
 from trainer_client.loops.loss_weight import labels_per_rank as labels_per_rank
+from trainer_client.loops.tree import pack_tree as pack_tree
 
 __version__: str
