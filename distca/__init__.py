@@ -21,6 +21,8 @@ _MODULES = {
     "flash_attn_varlen_func": "trainer_client.attach.own_forwards",
     "labels_per_rank": "trainer_client.loops.loss_weight",
     "log_scalars": "trainer_client.attach",
+    "pack_nested_tree": "trainer_client.loops.tree_batches",
+    "pack_padded_tree": "trainer_client.loops.tree_batches",
     "pack_tree": "trainer_client.loops.tree",
     "served_forward": "trainer_client.local_attention.at_home",
 }
@@ -35,6 +37,8 @@ __all__ = [
     "flash_attn_varlen_func",
     "labels_per_rank",
     "log_scalars",
+    "pack_nested_tree",
+    "pack_padded_tree",
     "pack_tree",
     "served_forward",
 ]

@@ -18,6 +18,7 @@ from tests.support.tiny_models import TINY_LLAMA, tiny_config
 from tests.support.tree_attention import REFERENCE, paths
 from trainer_client.loops import token_scores
 from trainer_client.loops.tree import Tree, pack_tree
+from trainer_client.loops.tree_batches import pack_nested_tree, pack_padded_tree
 
 Samples = list[list[int]]
 
@@ -185,6 +186,59 @@ def test_what_goes_with_tokens_is_packed_as_they_are(samples: Samples) -> None:
     # A sample that is the beginning of another needs no document.
     leaves = len(set(map(tuple, samples)) - {tuple(s[:n]) for s in samples for n in range(len(s))})
     assert len(tree.inputs["document_lengths"]) == leaves
+
+
+def test_a_batch_of_trls_gives_what_its_fused_head_gives() -> None:
+    """Two prompts with three completions each, padded by TRL on the left and on the right; the
+    trainer scores completions alone, with a temperature."""
+    from trl.trainer.utils import add_fused_lm_head, pad
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(length: int) -> torch.Tensor:
+        return torch.randint(64, (length,), generator=generator)
+
+    prompts = [prompt for prompt in (drawn(9), drawn(4)) for _ in range(3)]
+    completions = [drawn(length) for length in (5, 1, 7, 2, 7, 3)]
+    completions[2] = completions[0]
+    parts = (prompts, "left"), (completions, "right")
+    ids = torch.cat([pad(part, padding_side=side, padding_value=0) for part, side in parts], 1)
+    ones = [([torch.ones_like(each) for each in part], side) for part, side in parts]
+    mask = torch.cat([pad(part, padding_side=side, padding_value=0) for part, side in ones], 1)
+    separate = model_of("llama", torch.float32)
+    packed = copy.deepcopy(separate)
+    packed.set_attn_implementation(REFERENCE)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-7] = -100
+    add_fused_lm_head(separate, temperature=0.9, outputs=("log_probs", "entropy"))
+    right = separate(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    tree, padded = pack_padded_tree(ids, mask, 7)
+    logits = packed(**tree.inputs, logits_to_keep=tree.logits_to_keep).logits
+    scores = tree.log_probs_and_entropies(logits, temperature=0.9)
+    mine, entropies = (padded(each) for each in scores)
+    scored = mask[:, -7:].bool()
+    assert not mine[~scored].any()
+    torch.testing.assert_close(mine[scored], right.log_probs[:, -7:][scored], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies[scored], right.entropy[:, -7:][scored])
+    weighed([right.log_probs[:, -7:][scored]]).backward()
+    weighed([mine[scored]]).backward()
+    assert_gradients(packed, separate, 1e-5)
+
+
+@pytest.mark.parametrize("prompts", [None, [2, 2, 1]])
+def test_a_batch_of_verls_has_log_probs_where_its_loss_looks(prompts: list[int] | None) -> None:
+    samples = [[1, 2, 3, 4], [1, 2, 5], [6, 7]]
+    nested = torch.nested.as_nested_tensor(list(map(torch.tensor, samples)), layout=torch.jagged)
+    tree, restored = pack_nested_tree(nested, prompts)
+    logits = torch.randn(1, tree.n_rows, 8)
+    found = restored(tree.log_probs(logits))
+    right = pack_tree(samples).log_probs(logits)
+    assert found.offsets().tolist() == nested.offsets().tolist()
+    for one, other, first in zip(found.unbind(), right, prompts or [1] * 3, strict=True):
+        # As no_padding_2_padding of verl cuts a response of n tokens: [-1 - n : -1].
+        assert one[first - 1 : -1].tolist() == other[first - 1 :].tolist()
+        assert not one[: first - 1].any()
+        assert not one[-1]
 
 
 @pytest.mark.parametrize(
