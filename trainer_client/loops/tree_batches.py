@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -55,11 +56,11 @@ def pack_nested_tree(
         The tree, and what makes a nested tensor like ``input_ids`` of its log-probabilities or
         entropies: each stands where the token before is, as verl has them; others are 0.
     """
-    samples = list(input_ids.unbind())
+    samples, untyped = list(input_ids.unbind()), cast(Any, input_ids)
     firsts = [max(first, 1) for first in prompt_lengths or [1] * len(samples)]
 
     def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
         shifted = [pad(each, (first - 1, 1)) for each, first in zip(values, firsts, strict=True)]
-        return torch.nested.nested_tensor_from_jagged(torch.cat(shifted), input_ids.offsets())
+        return torch.nested.nested_tensor_from_jagged(torch.cat(shifted), untyped.offsets())
 
     return pack_tree(samples, prompt_lengths=firsts, device=input_ids.device), nested

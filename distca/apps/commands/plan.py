@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distca.apps.preview.settings import (
     ClusterSettings,
     FleetSettings,
+    GroupsSettings,
     LengthsSettings,
     ModelSizes,
     OutputSettings,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 @ending_at_once()
 def plan(
     lengths: LengthsSettings,
+    groups: GroupsSettings,
     fleet: FleetSettings,
     cluster: ClusterSettings,
     model: ModelSizes,
@@ -39,13 +41,16 @@ def plan(
     from distca.apps.preview.building import (
         build_batches,
         build_method,
+        build_model,
         build_setup,
         check_homes,
+        check_no_lengths,
         describe_layout,
         preview_notes,
         unused_remedies,
     )
-    from distca.apps.preview.output import Preview, wrong_input_ends
+    from distca.apps.preview.groups import groups_section, read_groups
+    from distca.apps.preview.output import Preview, print_section, wrong_input_ends
     from distca.apps.preview.sections import overlap_section, plan_sections
     from distca.apps.simulator.offline import judge_batches, plan_batch
     from distca.apps.simulator.overlap import exposed_shares
@@ -58,6 +63,12 @@ def plan(
 
     check_can_write_all(output.png, output.html)
     with wrong_input_ends():
+        if groups.groups is not None:
+            check_no_lengths(lengths)
+            n_servers = fleet.pool_servers + fleet.ranks * (fleet.placement is not Placement.POOL)
+            found = groups_section(read_groups(groups.groups), build_model(model), n_servers)
+            print_section(Console(), found)
+            return
         check_homes(planner, fleet)
         setup = build_setup(model, cluster, fleet.ranks * cluster.tensor_parallel)
         method = build_method(planner, setup)

@@ -270,6 +270,12 @@ def build_batches(
     return take_steps(lengths, settings.batches, step_tokens), found.estimated
 
 
+def check_no_lengths(settings: LengthsSettings) -> None:
+    """Raises ``ValueError`` if documents are given besides groups."""
+    if settings.lengths is not None or settings.distribution is not None:
+        raise ValueError("groups is given besides lengths or distribution; give one of them")
+
+
 def _check_no_file_options(settings: LengthsSettings) -> None:
     used = ("field", settings.field, None), ("shuffle", settings.shuffle, True)
     for name, value, default in used:

@@ -55,7 +55,7 @@ class Preview:
         console.print(plain(self.title), highlight=False, markup=False)
         console.print()
         for section in self.sections:
-            _print(console, section)
+            print_section(console, section)
         for verdict in self.verdicts:
             console.print(
                 Panel(
@@ -92,7 +92,8 @@ class Preview:
             write_whole(output.html, page)
 
 
-def _print(console: Console, section: PageSection) -> None:
+def print_section(console: Console, section: PageSection) -> None:
+    """Prints a heading, texts and a table."""
     console.print(Text(plain(section.title), "bold"))
     for paragraph in section.paragraphs:
         console.print(Text(plain_lines(paragraph)))

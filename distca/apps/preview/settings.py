@@ -45,6 +45,19 @@ class LengthsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupsSettings:
+    """Samples that share prompts, instead of documents."""
+
+    PANEL: ClassVar = "Documents"
+
+    groups: Path | None = option(
+        None,
+        'What trees save: a file with one group a line, {"prompt": 32768, "completions": [8192, '
+        "8192]}; a completion may be a group.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """The model's shape: a preset, of which single numbers may be changed."""
 

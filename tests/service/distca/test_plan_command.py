@@ -146,6 +146,23 @@ def test_model_numbers_can_be_changed() -> None:
     assert "head_dim is 64; with latent attention it must exceed the 64 dimensions" in message
 
 
+def test_groups_show_what_trees_save(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_text(json.dumps({"prompt": 102400, "completions": [4096] * 16}))
+    output = run("--groups", str(path))
+    assert "all 1 1703936 167936 / 10.1 / 7.5 / 8.2 446.7 ->" in output
+    assert "groups is given besides" in refused("--groups", str(path), *DRAWN)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[1]", "0", "true", '{"prompt": 1}', '{"prompt": 1, "completions": 2}']
+)
+def test_a_line_that_is_no_group_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_text(line)
+    assert str(path) in refused("--groups", str(path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

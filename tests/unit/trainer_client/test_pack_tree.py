@@ -228,10 +228,12 @@ def test_a_batch_of_trls_gives_what_its_fused_head_gives() -> None:
 @pytest.mark.parametrize("prompts", [None, [2, 2, 1]])
 def test_a_batch_of_verls_has_log_probs_where_its_loss_looks(prompts: list[int] | None) -> None:
     samples = [[1, 2, 3, 4], [1, 2, 5], [6, 7]]
-    nested = torch.nested.as_nested_tensor(list(map(torch.tensor, samples)), layout=torch.jagged)
+    nested: Any = torch.nested.as_nested_tensor(
+        list(map(torch.tensor, samples)), layout=torch.jagged
+    )
     tree, restored = pack_nested_tree(nested, prompts)
     logits = torch.randn(1, tree.n_rows, 8)
-    found = restored(tree.log_probs(logits))
+    found: Any = restored(tree.log_probs(logits))
     right = pack_tree(samples).log_probs(logits)
     assert found.offsets().tolist() == nested.offsets().tolist()
     for one, other, first in zip(found.unbind(), right, prompts or [1] * 3, strict=True):
