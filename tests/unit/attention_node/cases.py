@@ -31,7 +31,7 @@ def make_plan(
 ) -> Plan:
     """A plan of these tasks, the same in both phases; server 0 is in-place if asked for."""
     servers = tuple(
-        PlanServer(f"server-{index}", local_rank if index == 0 else None, f"host:{index}")
+        PlanServer(f"server-{index}", local_rank if index == 0 else None, f"host:{index + 1}")
         for index in range(n_servers)
     )
     return Plan(
