@@ -26,6 +26,7 @@ from trl import (
 )
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+import distca
 from tests.cluster.others.material import tokenizer, words
 from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile
 from tests.support.loops import attached
@@ -247,3 +248,23 @@ def test_resumes_from_a_checkpoint(tmp_path: Path, pool_of_four: Cluster) -> Non
             logs.append(Trained.by(trainer, resume).log)
     whole, resumed = ([entry for entry in log if "loss" in entry] for log in logs)
     assert resumed[-1] == pytest.approx(whole[-1], rel=EXACT[1])
+
+
+def test_the_trainers_own_log_has_the_balance(tmp_path: Path, pool_of_four: Cluster) -> None:
+    trainer: Any = plain("distca", tmp_path, **settings_in(tmp_path))
+    flops = 6 * trainer.model.num_parameters()
+    distca.log_scalars(trainer, flops_per_token=flops, peak_flops=1e12)
+    with attached(pool_of_four, trainer.model, "scalars", placement="in-place"):
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry in logged:
+        assert entry["distca/tokens_per_second"] > 0
+        assert 0 < entry["distca/mfu"] < 1
+    shown = logged[-1]
+    assert shown["distca/step_seconds"] >= shown["distca/wait_seconds"] >= 0
+    # Of one server, which nothing leaves.
+    assert shown["distca/home_imbalance"] == shown["distca/imbalance"] == 1
+    assert shown["distca/saved_seconds"] == 0
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated
+    assert not any("distca/mfu" in entry for entry in evaluated)
