@@ -45,8 +45,6 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
     from rich.console import Console
 
     from distca.apps.commands.usage import as_usage_error
-
-    _require_torch()
     from distca.apps.doctor.examination import CHECKS, examine
     from distca.apps.doctor.finding import Severity, worst
     from distca.apps.doctor.report import as_json, show, summary
@@ -75,19 +73,6 @@ def doctor(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> 
     status = worst(findings)
     if status is Severity.FAIL or (options.strict and status is Severity.WARN):
         raise typer.Exit(FAILED_EXIT_CODE)
-
-
-def _require_torch() -> None:
-    """Raises MissingPackageError if PyTorch is not installed, as in the control plane's image."""
-    from importlib.util import find_spec
-
-    from distca.errors import MissingPackageError
-
-    if find_spec("torch") is None:
-        raise MissingPackageError(
-            "distca doctor looks at what attention nodes and trainers use, and PyTorch is not "
-            "installed here; run it there, or install distca[node]"
-        )
 
 
 def _surroundings(options: DoctorOptions, settings: DoctorSettings, tls: ClientTls) -> Surroundings:
