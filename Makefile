@@ -1,6 +1,7 @@
 # Everything needs Python 3.11 or newer as python3; the rest is installed into .venv.
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
+#   make demo-rl  GRPO of a small policy on trees, beside separate rows; a minute
 #   make check    the inner loop: lint and tests/unit; two minutes
 #   make test     tests/unit and tests/service
 #   make test-cluster  tests/cluster: test-training, test-faults, test-frameworks and test-others
@@ -63,7 +64,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
+.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -93,6 +94,15 @@ demo: $(DEMO_INSTALLED)
 	@echo
 	@echo "== 2 trainers: core attention balanced over the trainers themselves"
 	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
+
+DEMO_RL := runs/demo-rl
+
+demo-rl: $(DEMO_INSTALLED)
+	@rm -rf $(DEMO_RL); mkdir -p $(DEMO_RL)
+	@$(BIN)/distca control-plane --listen=127.0.0.1:0 --metrics-listen=127.0.0.1:0 \
+	  --address-file=$(DEMO_RL)/address > $(DEMO_RL)/control-plane.log 2>&1 & trap "kill $$!" EXIT; \
+	DISTCA_CONTROL_PLANE=file:$(DEMO_RL)/address DISTCA_DATA_HOST=127.0.0.1 GLOO_SOCKET_IFNAME=lo \
+	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 -m examples.grpo_tree
 
 # Compiles the planners, two minutes of a core, so that no test has to wait for it. They stay compiled.
 planners: $(INSTALLED)

@@ -155,14 +155,37 @@ def reward(implementation: str, folder: Path, **settings: Any) -> Any:
     return preference(RewardTrainer, RewardConfig, implementation, folder, **given)
 
 
-def grpo(implementation: str, folder: Path, **settings: Any) -> Any:
-    return GRPOTrainer(
+def grpo(implementation: str, folder: Path, *, kind: Any = GRPOTrainer, **settings: Any) -> Any:
+    return kind(
         loaded(implementation, folder),
         reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
         args=GRPOConfig(num_generations=2, max_completion_length=6, **settings),
         train_dataset=Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs()]),
         processing_class=tokenizer(),
     )
+
+
+class TreeTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPO whose groups are packed as trees, as docs/rl.md has it."""
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: int,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        tree, padded = distca.pack_padded_tree(input_ids, attention_mask, logits_to_keep)
+        logits = model(**tree.inputs, logits_to_keep=tree.logits_to_keep).logits
+        scores = tree.log_probs_and_entropies(logits, temperature=self.temperature)
+        return *map(padded, scores), None
+
+
+def grpo_trees(implementation: str, folder: Path, **settings: Any) -> Any:
+    kind = TreeTrainer if implementation == "distca" else GRPOTrainer
+    return grpo(implementation, folder, kind=kind, **settings)
 
 
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -176,6 +199,7 @@ RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "orpo": (orpo, {"max_steps": 2}, "pool"),
     "reward": (reward, {"max_steps": 2}, "pool"),
     "grpo": (grpo, {"max_steps": 2}, "pool"),
+    "grpo-trees": (grpo_trees, {"max_steps": 2}, "pool"),
 }
 """By name: how the trainer is made, with which settings, and where core attention is served."""
 
