@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+import typer
+
 from distca.apps.local.pool import PoolSettings
 from distca.options import options_from
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 
 
 @options_from
@@ -20,3 +23,4 @@ def up(settings: PoolSettings) -> None:
     from distca.apps.local.pool import keep_up
 
     keep_up(settings, os.environ, Console())
+    raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 from tests import ROOT
 from tests.support.programs import ran
 from tests.support.waiting import eventually
@@ -47,7 +48,7 @@ def test_what_ends_is_started_again_and_a_signal_ends_all(tmp_path: Path) -> Non
             assert json.loads(address_file.read_text())["grpc"] == control_plane
         finally:
             pool.terminate()
-            assert pool.wait(30) == 0
+            assert pool.wait(30) == INTERRUPTED_EXIT_CODE
     assert not address_file.exists()
     assert children(pool.pid, "") == []
 

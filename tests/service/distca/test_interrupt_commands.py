@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "--rendezvous=file://{here}/rendezvous",
     ),
     "local": ("--runs-dir={here}/runs", "--steps=100000"),
+    "up": ("--address-file={here}/address", "--logs={here}/up", "--nodes=0", "--host=127.0.0.1"),
     "doctor": ("--control-plane=127.0.0.1:1", "--connect-seconds=100"),
     "health": ("--address=127.0.0.1:1", "--timeout-seconds=100"),
     "top": ("--control-plane=127.0.0.1:1", "--once", "--expect-servers=1", "--wait-seconds=100"),
