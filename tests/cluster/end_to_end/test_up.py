@@ -42,8 +42,8 @@ def test_what_ends_is_started_again_and_a_signal_ends_all(tmp_path: Path) -> Non
             for process in ("info control-plane", f"server-id={socket.gethostname()}-0-1"):
                 kill_child(pool.pid, process)
                 eventually(lambda: len(servers(env)) == 2, START_SECONDS)
-            assert {each["server_id"] for each in servers(env)} == {
-                each["server_id"] for each in before
+            assert {each["server"]["server_id"] for each in servers(env)} == {
+                each["server"]["server_id"] for each in before
             }
             assert json.loads(address_file.read_text())["grpc"] == control_plane
         finally:
