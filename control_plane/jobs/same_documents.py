@@ -13,8 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+import numpy as np
+
 from control_plane.errors import InvalidRequestError, RefusedError
-from core_attention.manifest import RankManifest
+from core_attention.manifest import NO_PARENT, RankManifest
 from core_attention.pipelining import Pipelining
 from distca.contract.rpc_errors import Reason
 from distca.contract.tensor_parallel import group_fault
@@ -112,9 +114,14 @@ def difference_of_stages(pipelining: Pipelining, manifests: Mapping[int, RankMan
 
 
 def _held_documents(manifest: RankManifest) -> bytes:
-    """Equal for ranks that hold the same; ids of documents are each rank's own, and left out."""
+    """Equal for ranks that hold the same. Ids of documents are each rank's own: they are left out,
+    and a parent counts by its place among them."""
     columns = manifest.columns._asdict()
-    return b"".join(column.tobytes() for name, column in columns.items() if name != "document_id")
+    ids, parents = columns.pop("document_id"), columns["document_parent"]
+    if (parents != NO_PARENT).any():
+        places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        columns["document_parent"] = np.array([places.get(each, each) for each in parents.tolist()])
+    return b"".join(column.tobytes() for column in columns.values())
 
 
 def _shown_lengths(manifest: RankManifest) -> str:

@@ -22,7 +22,7 @@ from control_plane.jobs.same_documents import check_group
 from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
-from core_attention.manifest import Manifest, RankManifest
+from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
 from core_attention.schedule_orders import SCHEDULES
@@ -502,6 +502,24 @@ def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_paralle
     assert is_planned(tensor_parallel, 0, 3, 3, 5, 5)
     assert not is_planned(tensor_parallel, 1, 3, 3, 5, 6)
     assert is_planned(tensor_parallel, 1, 3, 3, 5, 5), "it may be submitted again"
+
+
+def branching(step: int, rank: int, parent: int) -> RankManifest:
+    """A document, and two that branch off one before them; ids are each rank's own."""
+    first = rank << 32
+    trunk, branch = Segment(first, 4, 0, 4), Segment(first + 1, 5, 3, 2, first, 3)
+    return RankManifest(
+        step, rank, [[trunk, branch, Segment(first + 2, 4, 2, 2, first + parent, 2)], []]
+    )
+
+
+def test_ranks_of_a_tensor_parallel_group_hold_the_same_trees(tensor_parallel: Job) -> None:
+    for step, parents in enumerate(((0, 0, 1, 1), (0, 0, 0, 1))):
+        for rank, parent in enumerate(parents):
+            manifest = branching(step, rank, parent)
+            tensor_parallel.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+        (decided,) = tensor_parallel.take_decided()
+        assert isinstance(decided, ReadyStep) == (step == 0)
 
 
 def test_ranks_of_a_pipeline_hold_the_same_documents(jobs: Jobs) -> None:
