@@ -27,21 +27,7 @@ _MODULES = {
     "served_forward": "trainer_client.local_attention.at_home",
 }
 
-__all__ = [
-    "Attached",
-    "ahead",
-    "at_home",
-    "attach",
-    "core_attention",
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "labels_per_rank",
-    "log_scalars",
-    "pack_nested_tree",
-    "pack_padded_tree",
-    "pack_tree",
-    "served_forward",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

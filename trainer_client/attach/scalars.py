@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
+from core_attention.ca_task import causal_qk_pairs
 from distca.v1 import jobs_pb2
 from trainer_client.options import SessionOptions
 from trainer_client.turns.branches import RowDocuments
@@ -21,9 +24,10 @@ class Throughput:
 
     def count(self, documents: RowDocuments) -> None:
         """Counts a forward with gradients of these documents."""
+        begins = np.array(documents.offsets, np.int64)
+        ends = begins + documents.lengths
         self._tokens += sum(documents.lengths)
-        for length, offset in zip(documents.lengths, documents.offsets, strict=True):
-            self._pairs += length * offset + length * (length + 1) // 2
+        self._pairs += int(causal_qk_pairs(begins, ends).sum())
 
     def take(
         self, options: SessionOptions, flops_per_token: float | None, peak_flops: float | None

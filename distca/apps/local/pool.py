@@ -101,14 +101,15 @@ def keep_up(settings: PoolSettings, environ: Mapping[str, str], console: Console
     Raises:
         ProcessFailedError: one did not become ready, or has ended :data:`MOST_DEATHS` times.
     """
+    devices = settings.devices
     settings.logs.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop, Supervisor(stopping=lambda: stop.requested) as supervisor:
         pool = _Pool(settings, environ, supervisor)
         try:
-            control_plane = pool.start()
+            control_plane = pool.start(devices)
             console.print(
                 plain(
-                    f"{len(settings.devices)} attention nodes on {settings.host}, control plane at "
+                    f"{len(devices)} attention nodes on {settings.host}, control plane at "
                     f"{control_plane}. Trainers: DISTCA_CONTROL_PLANE={FILE}{settings.address_file}"
                 ),
                 markup=False,
@@ -140,8 +141,9 @@ class _Pool:
         self._supervisor = supervisor
         self._kept: list[_Member] = []
 
-    def start(self) -> str:
-        """Starts all that this host has, and returns the address of the control plane."""
+    def start(self, devices: Sequence[str]) -> str:
+        """Starts all that this host has, a node for each of ``devices``, and returns the address of
+        the control plane."""
         settings = self._settings
         named = f"{FILE}{settings.address_file.absolute()}"
         if settings.rank == 0:
@@ -153,7 +155,7 @@ class _Pool:
             # When it is started again, it is found where it was.
             kept.arguments = self._control_plane(port=int(address.rpartition(":")[2]))
         waited = []
-        for index, device in enumerate(settings.devices):
+        for index, device in enumerate(devices):
             name = f"{socket.gethostname()}-{settings.rank}-{index}"
             ready = settings.logs / f"{name}.address"
             ready.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from core_attention.ca_task import causal_qk_pairs
 from core_attention.manifest import MAX_DOCUMENT_TOKENS
 from distca.apps.preview.sections import PageSection
 from distca.apps.simulator.model import ModelSpec
@@ -44,7 +45,8 @@ class Node:
     def work(self, n_servers: int) -> Any:
         """Int64 ``[3]``: rows, pairs of a query and a key, and rows of keys that travel, of this
         node alone."""
-        pairs = self.length * self.begin + self.length * (self.length + 1) // 2
+        begin, end = np.array([[self.begin], [self.begin + self.length]])
+        pairs = int(causal_qk_pairs(begin, end)[0])
         return np.array([self.length, pairs, self.length * min(n_servers, len(self.ends()))])
 
 

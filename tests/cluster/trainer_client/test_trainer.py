@@ -284,7 +284,8 @@ def test_the_trainers_own_log_has_the_balance(tmp_path: Path, pool_of_four: Clus
     for entry in logged:
         assert entry["distca/tokens_per_second"] > 0
         assert 0 < entry["distca/mfu"] < 1
-    shown = logged[-1]
+    # A server may report a step after its rank.
+    shown = [entry for entry in logged if "distca/imbalance" in entry][-1]
     assert shown["distca/step_seconds"] >= shown["distca/wait_seconds"] >= 0
     # Of one server, which nothing leaves.
     assert shown["distca/home_imbalance"] == shown["distca/imbalance"] == 1
