@@ -46,7 +46,9 @@ def score(
     ) -> tuple[torch.Tensor, ...]:
         logits = part if head is None else head(part[None])[0]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logs = (logits.to(dtype) / temperature).log_softmax(-1)
+        logits = logits.to(dtype)
+        # Each pass over logits is a percent of a step of a tree with long completions.
+        logs = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
         if not entropies:
             return (logs[at, chosen],)
         # Clamped, so that 0 * log(0) is 0.

@@ -32,6 +32,7 @@ from tests.cluster.trainer_client.model_sweep import (
     run_packed,
 )
 from tests.support.tiny_models import FAMILIES, tiny_config
+from trainer_client.models.document_check import refuse_branches
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 
 INSTALLED = Version(transformers.__version__)
@@ -91,6 +92,14 @@ def test_models_that_mix_documents_may_have_one_a_row(family: str) -> None:
     shape = AttentionShape(num_heads=1, num_heads_kv=1, head_dim=1, head_dim_v=1, dtype="float32")
     with pytest.raises(UnsupportedModel):
         run_packed(model, PlannedStep(shape, 1.0))
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next"])
+def test_models_that_carry_state_take_no_documents_that_share_prefixes(family: str) -> None:
+    model = make_model(tiny_config(family), "distca")
+    check_documents(model)
+    with pytest.raises(UnsupportedModel):
+        refuse_branches(model)
 
 
 @pytest.mark.parametrize(
