@@ -21,6 +21,7 @@ from benchmarks.gpu.training.pipeline_report import (
 from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.manifest import Manifest, RankManifest, Segment
+from tests.support.errors import refused
 from tests.support.programs import ran
 
 TOKENS = 128 * 1024
@@ -91,7 +92,7 @@ def test_ways_are_named_and_may_have_another_schedule() -> None:
     assert max(map(table.deferred, range(4))) == 1
     wrong = ("zero-bubble:0", "zero-bubble:", "1f1b:1", "gpipe")
     for name in ("idle", "idle-aware@", *(f"idle-aware@{order}" for order in wrong)):
-        with pytest.raises(ValueError, match="valid are"):
+        with refused():
             way_of(name)
 
 
@@ -99,10 +100,10 @@ def test_ways_that_cannot_run_are_named() -> None:
     model = ModelShape(layers=8)
     for name in NAMES:
         require_runnable(way_of(name), 4, 4, model, TOKENS, None)
-    with pytest.raises(CannotRun, match="even has 4 stages, and the model 3 layers"):
+    with pytest.raises(CannotRun):
         require_runnable(way_of("even"), 4, 4, ModelShape(layers=3), TOKENS, None)
     # Four microbatches between both parts of their backward, of 34 GiB each; one of them.
-    with pytest.raises(CannotRun, match=r"keep for the second one about 136 GiB \(4 microb"):
+    with pytest.raises(CannotRun):
         require_runnable(way_of("even@zero-bubble"), 4, 4, model, TOKENS, 135 * 2**30)
     require_runnable(way_of("even@1f1b-split"), 4, 4, model, TOKENS, 40 * 2**30)
 

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import trainer_client.models.transformers
+from tests.support.errors import refused
 from tests.support.model_options import options_for
 from trainer_client import AttentionShape, SessionError
 from trainer_client.models.transformers import UnsupportedModel
@@ -150,16 +151,16 @@ def test_models_without_one_kind_of_calls_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given",
     [
-        ({"n_layers": 2}, "n_layers is 2.*3"),
-        ({"shape": AttentionShape(**{**vars(SHAPE), "dtype": "bfloat16"})}, "shape"),
-        ({"softmax_scale": 0.5}, r"softmax_scale is 0\.5.*0\.25"),
-        ({"device": "cuda:3"}, "device is cuda:3.*cpu"),
+        {"n_layers": 2},
+        {"shape": AttentionShape(**{**vars(SHAPE), "dtype": "bfloat16"})},
+        {"softmax_scale": 0.5},
+        {"device": "cuda:3"},
     ],
 )
-def test_options_that_contradict_the_model_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_options_that_contradict_the_model_are_refused(given: dict[str, Any]) -> None:
+    with refused():
         options_for(llama(), **JOB, **given)
 
 

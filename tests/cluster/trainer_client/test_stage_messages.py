@@ -200,7 +200,7 @@ def given_up(rank: int) -> None:
         with pytest.raises(SessionError):
             step_of(messages, partial(run, stage, "F", 0))
     else:
-        with pytest.raises(SessionError, match="rank 0 has given up"):
+        with pytest.raises(SessionError):
             step_of(messages, partial(run, stage, "F", 0), partial(run, stage, "F", 1))
     # Less than anybody's deadline.
     assert time.monotonic() - began < 15.0

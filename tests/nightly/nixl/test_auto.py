@@ -32,14 +32,13 @@ def test_ranks_follow_the_pool(tmp_path: Path) -> None:
             team.check(spanning(2, 301))
 
 
-def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_fit_the_pool_is_refused(tmp_path: Path) -> None:
     with cluster(tmp_path, 0) as pool:
         pool.start_nodes(["node-0"], transport="ucxx")
         began = time.monotonic()
-        with fails(rpc.Reason.SPEC_MISMATCH) as caught:
+        with fails(rpc.Reason.SPEC_MISMATCH):
             Team(pool, 1, make_shape(), placement="pool", transport="nixl")
         assert time.monotonic() - began < 20.0
-        assert "--transport=ucxx" in str(caught.value)
         # The doctor says it before anybody trains.
         around = Surroundings(
             settings=DoctorSettings(transport="nixl"),

@@ -183,11 +183,11 @@ def test_a_rank_whose_reply_fails_is_told_and_keeps_no_inputs() -> None:
     tick = open_tick(route, Phase.FORWARD, lambda tick: None)
 
     def fail() -> None:
-        raise ValueError("no such tag")
+        raise ZeroDivisionError
 
     source = make_source(route, 0, ranks[0], Phase.FORWARD, local=False)
     ready = tick.arrive(0, replace(source, reply=fail))
-    with pytest.raises(ValueError, match="no such tag") as raised:
+    with pytest.raises(ZeroDivisionError) as raised:
         run_parts(tick, ready, Phase.FORWARD)
     tick.give_up(raised.value)
     assert ranks[0].failures == [raised.value]
@@ -222,7 +222,7 @@ def test_a_rank_is_let_go_with_its_reply(phase: Phase) -> None:
     assert not tick._gradients
     again = make_source(route, 0, ranks[0], phase, local=True)
     assert tick.arrive(0, again) == []
-    assert "has sent it before" in str(ranks[0].failures[0])
+    assert len(ranks[0].failures) == 1
     later = make_source(route, 1, ranks[1], phase, local=False)
     run_parts(tick, tick.arrive(1, later), phase)
     assert tick.closed

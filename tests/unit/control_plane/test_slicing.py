@@ -44,7 +44,7 @@ def test_slices_have_the_bytes_of_those_cut_one_by_one(plan: Plan, forward_only:
             assert step_planned(event).plan.SerializeToString() == encoded(one)
             assert slicer.server_event(server.server_id) == event
     assert not servers
-    with pytest.raises(PlanError, match="'nobody'"):
+    with pytest.raises(PlanError):
         slicer.server_event("nobody")
 
 

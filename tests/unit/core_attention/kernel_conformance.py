@@ -19,6 +19,7 @@ from core_attention.ca_task import MaskKind
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
+from tests.support.errors import refused
 from tests.support.reference import ReferenceResult, reference_attention
 
 UNTOUCHED = -7.0
@@ -337,7 +338,7 @@ class KernelConformance:
         """Lengths around the window, tasks that share a document, and hundreds of tiny ones."""
         shape = replace(SHAPE, dtype=self.dtypes[0])
         if not self.runs(rule):
-            with pytest.raises(ValueError, match=f"the {kernel.name} kernel"):
+            with refused():
                 kernel.check(shape, rule)
             return
         kernel.check(shape, rule)

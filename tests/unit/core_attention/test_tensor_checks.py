@@ -1,8 +1,6 @@
-"""Tensors that would give wrong numbers are refused, with what to do about it."""
+"""Tensors that would give wrong numbers are refused."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
@@ -25,22 +23,22 @@ def test_accepts_what_is_right_also_without_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "remedy"),
+    ("name", "tensor"),
     [
-        ("q", torch.zeros(1, 5, 4, 8), "flatten(0, 1)"),
-        ("q", torch.zeros(5, 32), "(5, 4, 8)"),
-        ("q", torch.zeros(4, 5, 8), "transpose(0, 1)"),
-        ("k", torch.zeros(5, 4, 8), "(2, 8)"),
-        ("v", torch.zeros(5, 2, 8), "(2, 6)"),
-        ("v", torch.zeros(7, 2, 6), "7 rows"),
-        ("k", torch.zeros(5, 2, 8).bfloat16(), ".to(torch.float32)"),
-        ("v", torch.zeros(5, 2, 6, device="meta"), ".to('cpu')"),
-        ("q", torch.zeros(5, 8, 4).transpose(1, 2), "q.contiguous()"),
-        ("k", torch.zeros(5, 2, 24)[..., :8], "k.contiguous()"),
-        ("v", torch.zeros(5, 1, 6).expand(5, 2, 6), "v.contiguous()"),
-        ("v", torch.zeros(1, 2, 6).expand(5, 2, 6), "v.contiguous()"),
+        ("q", torch.zeros(1, 5, 4, 8)),
+        ("q", torch.zeros(5, 32)),
+        ("q", torch.zeros(4, 5, 8)),
+        ("k", torch.zeros(5, 4, 8)),
+        ("v", torch.zeros(5, 2, 8)),
+        ("v", torch.zeros(7, 2, 6)),
+        ("k", torch.zeros(5, 2, 8).bfloat16()),
+        ("v", torch.zeros(5, 2, 6, device="meta")),
+        ("q", torch.zeros(5, 8, 4).transpose(1, 2)),
+        ("k", torch.zeros(5, 2, 24)[..., :8]),
+        ("v", torch.zeros(5, 1, 6).expand(5, 2, 6)),
+        ("v", torch.zeros(1, 2, 6).expand(5, 2, 6)),
     ],
 )
-def test_names_the_argument_and_what_to_do(name: str, tensor: torch.Tensor, remedy: str) -> None:
-    with pytest.raises(TensorError, match=f"^{name} .*{re.escape(remedy)}"):
+def test_what_does_not_fit_is_refused(name: str, tensor: torch.Tensor) -> None:
+    with pytest.raises(TensorError):
         check_qkv(**(tensors() | {name: tensor}), shape=SHAPE, n_rows=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +38,9 @@ def test_what_is_too_large_for_memory_is_written_piece_by_piece(tmp_path: Path) 
 
     def fail(file: BinaryIO) -> None:
         file.write(b"4")
-        raise RuntimeError("no more")
+        raise ZeroDivisionError
 
-    with pytest.raises(RuntimeError, match="no more"):
+    with pytest.raises(ZeroDivisionError):
         write_whole(path, fail)
     assert path.read_bytes() == b"123"
     assert os.listdir(tmp_path) == ["file"]
@@ -52,10 +53,10 @@ def test_what_cannot_be_written_leaves_the_former_content_and_nothing_else(
     write_whole(path, "former")
 
     def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise BlockingIOError
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(BlockingIOError):
         write_whole(path, "new", durable=True)
     assert path.read_text() == "former"
     assert os.listdir(tmp_path) == ["file"]
@@ -106,7 +107,7 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     os.close(writer)
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
-    with pytest.raises(OSError, match="loop"):
+    with pytest.RaisesExc(OSError, check=lambda error: error.errno == errno.ELOOP):
         write_whole(loop, "text")
     loop.unlink()
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]

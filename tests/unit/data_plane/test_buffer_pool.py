@@ -19,6 +19,7 @@ from data_plane.buffer_pool import (
     host_allocator,
     size_class_bytes,
 )
+from tests.support.errors import refused
 
 
 @given(st.integers(0, 2**40))
@@ -52,7 +53,7 @@ def test_misaligned_allocator_is_corrected() -> None:
 
 def test_allocator_of_the_wrong_type_is_refused() -> None:
     pool = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.int8))
-    with pytest.raises(ValueError, match="int8"):
+    with refused():
         pool.acquire(10)
     assert pool.stats().in_use_bytes == 0
 
@@ -70,7 +71,7 @@ def test_memory_comes_back_with_the_last_reference() -> None:
 
 
 def test_use_after_release() -> None:
-    with pytest.raises(ValueError, match="-1"):
+    with refused():
         BufferPool().acquire(-1)
     buffer = BufferPool().acquire(10)
     buffer.release()
@@ -244,11 +245,11 @@ def test_nothing_is_reserved_beyond_the_limit() -> None:
 def test_a_device_that_is_full_takes_the_rest_back() -> None:
     def allocate(nbytes: int) -> torch.Tensor:
         if nbytes < 2000:
-            raise MemoryError("full")
+            raise MemoryError
         return torch.empty(nbytes, dtype=torch.uint8)
 
     pool = BufferPool(allocate, limit_bytes=8192)
-    with pytest.raises(MemoryError, match="full"):
+    with pytest.raises(MemoryError):
         pool.reserve("us", {"forward": [4096, 512, 256]})
     assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 4096)
     pool.reserve("us", {"forward": [4096]})

@@ -18,6 +18,7 @@ from data_plane.interfaces import address_of_interface, interface_of_host, own_a
 from data_plane.transport import Address, ConnectFailed, TransportError
 from distca.apps.doctor.settings import DoctorSettings
 from distca.apps.train.settings import ServiceSettings
+from tests.support.errors import refused
 from trainer_client import SessionOptions
 
 
@@ -52,8 +53,8 @@ def test_rows_are_exchanged_at_the_interfaces_first_address() -> None:
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("name", ["net2", "ib0"])
-def test_an_interface_without_an_address_is_named_beside_those_that_have_one(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}'.*eth0.*net1"):
+def test_an_interface_without_an_address_is_refused(name: str) -> None:
+    with refused():
         ServiceSettings(control_plane="cp:7700", run_dir=Path("runs/a"), data_interface=name)
 
 
@@ -61,7 +62,7 @@ def test_this_machine_has_loopback() -> None:
     assert address_of_interface("lo") == "127.0.0.1"
 
 
-def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
+def test_a_machine_whose_name_has_no_address_needs_an_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown(name: str) -> str:
@@ -70,19 +71,19 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     shape = parse_shape("8:2:64:float32")
-    with pytest.raises(ValueError, match="'box'"):
+    with refused():
         NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
-    with pytest.raises(ValueError, match="'box'"):
+    with refused():
         SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=shape)
     given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
     assert given.data_host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["node..example", "n" * 64])
-def test_a_text_that_can_be_no_name_is_named_like_one_that_is_unknown(host: str) -> None:
-    with pytest.raises(ValueError, match=host):
+def test_a_text_that_can_be_no_name_is_refused_like_one_that_is_unknown(host: str) -> None:
+    with refused():
         interface_of_host(host)
-    with pytest.raises(TransportError, match=host):
+    with pytest.raises(TransportError):
         local_ip(host, 7710, "ucxx")
     with pytest.raises(ConnectFailed):
         resolve(Address(host, 7710), 5.0, "ucxx")
@@ -95,7 +96,7 @@ def test_an_empty_data_host_is_refused_and_not_taken_for_all_interfaces() -> Non
         DoctorSettings,
         functools.partial(ServiceSettings, control_plane="cp:7700", run_dir=Path("runs/a")),
     ):
-        with pytest.raises(ValueError, match="data_host"):
+        with refused():
             settings(data_host="")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
+from tests.support.errors import refused
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,8 @@ def test_environment_wins_over_defaults_and_argument_over_both() -> None:
         {"max_probe_bytes": 0},
     ],
 )
-def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
+    with refused():
         UcxxSettings(**wrong)
 
 
@@ -57,5 +57,5 @@ def test_polls_only_on_a_gpu_unless_told() -> None:
 
 
 def test_unknown_option_is_refused() -> None:
-    with pytest.raises((ValueError, RuntimeError), match="NO_SUCH_OPTION"):
+    with pytest.raises((ValueError, RuntimeError)):
         UcxxTransport(UcxxSettings(options={"NO_SUCH_OPTION": "1"}))

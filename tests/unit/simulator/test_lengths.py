@@ -11,6 +11,7 @@ from distca.apps.simulator.lengths import (
     UPSAMPLED_FROM_TOKENS,
     sample_lengths,
 )
+from tests.support.errors import refused
 
 TOTAL = 40_000_000
 
@@ -38,14 +39,14 @@ def test_the_total_the_maximum_and_the_seed_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments",
     [
-        (("wikipedia", 10, 10, 0), "name"),
-        (("prolong", 0, 10, 0), "total_tokens"),
-        (("prolong", 10, 0, 0), "max_length"),
-        (("prolong", 10, 10**23, 0), "max_length"),
+        ("wikipedia", 10, 10, 0),
+        ("prolong", 0, 10, 0),
+        ("prolong", 10, 0, 0),
+        ("prolong", 10, 10**23, 0),
     ],
 )
-def test_bad_input_is_named(arguments: tuple[str, int, int, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_bad_input_is_refused(arguments: tuple[str, int, int, int]) -> None:
+    with refused():
         sample_lengths(*arguments)

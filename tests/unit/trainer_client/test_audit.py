@@ -137,7 +137,7 @@ def test_damage_is_found_and_named(phase: Phase, name: str, dtype: torch.dtype) 
     assert not first.equal
     assert second.equal
     assert (first.name, first.server_id, first.tick) == (name, "server-0", answer.tick)
-    assert "document 7, task [0, 4)" in str(first)
+    assert first.where == "document 7, task [0, 4)"
 
 
 def test_result_that_is_not_a_number_is_a_difference() -> None:

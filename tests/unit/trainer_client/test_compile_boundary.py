@@ -37,9 +37,9 @@ def test_nothing_is_compiled_in_the_block_and_in_one_inside_it() -> None:
 def test_an_error_ends_the_block() -> None:
     def fails() -> None:
         with uncompiled():
-            raise ValueError("of the block")
+            raise ZeroDivisionError
 
-    with pytest.raises(ValueError, match="of the block"):
+    with pytest.raises(ZeroDivisionError):
         fails()
     assert compiles()
 

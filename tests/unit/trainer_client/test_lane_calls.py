@@ -76,10 +76,10 @@ def test_too_few_or_too_many_calls_in_a_stage() -> None:
         lane.returned()
     lane.forward(True)
     lane.returned()
-    with pytest.raises(SessionError, match="stage 1"):
+    with pytest.raises(SessionError):
         lane.forward(True)
     lane.stage_begins(3, 1)
-    with pytest.raises(SessionError, match="stage 3"):
+    with pytest.raises(SessionError):
         lane.returned()
     lane.forward(True)
     lane.returned()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from tests.support.errors import refused
 from tests.support.gradients import assert_gradients
 from tests.support.tiny_models import TINY_LLAMA, tiny_config
 from tests.support.tree_attention import REFERENCE, paths
@@ -244,25 +244,25 @@ def test_a_batch_of_verls_has_log_probs_where_its_loss_looks(prompts: list[int] 
 
 
 @pytest.mark.parametrize(
-    ("field", "given"),
+    "given",
     [
-        ("samples", {"samples": []}),
-        ("samples[1]", {"samples": [[1], []]}),
-        ("samples[0]", {"samples": [torch.ones(2, 2, dtype=torch.int64)]}),
-        ("samples[0]", {"samples": [[0.5]]}),
-        ("prompt_lengths", {"samples": [[1, 2]], "prompt_lengths": [3]}),
-        ("prompt_lengths", {"samples": [[1, 2]], "prompt_lengths": []}),
-        ("rank", {"samples": [[1]], "rank": 1}),
+        {"samples": []},
+        {"samples": [[1], []]},
+        {"samples": [torch.ones(2, 2, dtype=torch.int64)]},
+        {"samples": [[0.5]]},
+        {"samples": [[1, 2]], "prompt_lengths": [3]},
+        {"samples": [[1, 2]], "prompt_lengths": []},
+        {"samples": [[1]], "rank": 1},
     ],
 )
-def test_wrong_input_is_refused_by_its_field(field: str, given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(field)} "):
+def test_wrong_input_is_refused(given: dict[str, Any]) -> None:
+    with refused():
         pack_tree(**given)
 
 
 def test_rows_that_are_not_the_trees_are_refused() -> None:
     tree = pack_tree([[1, 2, 3]])
-    with pytest.raises(ValueError, match=r"^logits "):
+    with refused():
         tree.log_probs(torch.zeros(1, 5, 7))
-    with pytest.raises(ValueError, match=r"^values "):
+    with refused():
         tree.pack([torch.zeros(2)])
