@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -106,6 +108,22 @@ def on_this_host(profile_dir: Path) -> dict[str, Any]:
         "profile_dir": profile_dir,
         "probe_bytes": 0,
     }
+
+
+def home(folder: Path, *shapes: AttentionShape, device: str = "cpu") -> dict[str, str]:
+    """The environment of ranks whose home ``folder`` is, with cost profiles for ``shapes``."""
+    profiles = folder / ".cache" / "distca"
+    profiles.mkdir(parents=True, exist_ok=True)
+    for shape in shapes:
+        keep_profile(profiles, shape, device)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {**os.environ, "HOME": str(folder), "OMP_NUM_THREADS": "1", **hidden}
+
+
+def torchrun(n_ranks: int, *arguments: str) -> list[str]:
+    """The command that starts ranks on this machine."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return [*launcher, f"--nproc-per-node={n_ranks}", *arguments]
 
 
 class Cluster:

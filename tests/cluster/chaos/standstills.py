@@ -1,18 +1,12 @@
-"""How long training stands still while a schedule of faults is carried out, and what it waits for.
-
-``python -m tests.cluster.chaos.standstills --schedule NAME --seed N --steps 100``: real processes,
-real UCX, mutual TLS. A standstill is the time between two ticks that a rank completes, if it is
-longer than any in a run that nobody disturbs.
+"""How long training stands still while a schedule of faults is carried out, and what it waits for:
+real processes, real UCX, mutual TLS. A standstill is the time between two ticks that a rank
+completes, if it is longer than any in a run that nobody disturbs.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
 import re
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +15,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from distca.apps.report.step_log import StepLog
-from distca.run_folder import RunFolder
 from tests.cluster.chaos.processes import Job, JobSettings, Process
-from tests.cluster.chaos.scenario import LOSS_TOLERANCE, RUN_SECONDS, References
-from tests.cluster.chaos.schedules import SCHEDULES, TRAINERS, Schedule
+from tests.cluster.chaos.scenario import RUN_SECONDS, References
+from tests.cluster.chaos.schedules import TRAINERS, Schedule
 from tests.cluster.chaos.tick_log import TickEvent
 
 BOUND_SECONDS = 15.0
@@ -226,16 +218,12 @@ class Outcome:
         schedule: that was carried out.
         done: what was done.
         standstills: longest first.
-        difference: largest of a step's loss to that of an undisturbed run, relative.
-        seconds: of the run.
     """
 
     job: Job
     schedule: Schedule
     done: Sequence[Done]
     standstills: Sequence[Standstill]
-    difference: float
-    seconds: float
 
     @property
     def longest_seconds(self) -> float:
@@ -286,14 +274,12 @@ def run(schedule: Schedule, chosen: JobSettings, references: References, folder:
     job = Job(folder, chosen, mutual_tls=True, standby=schedule.standby)
     with job:
         chaos = Chaos(job, schedule)
-        began = time.monotonic()
         chaos.run()
-        seconds = time.monotonic() - began
-    difference = expected.check(job)
+    expected.check(job)
     left = job.left_behind()
     assert not left, f"processes are left: {left}"
     found = standstills(job, chaos.outages)
-    return Outcome(job, schedule, chaos.done, found, difference, seconds)
+    return Outcome(job, schedule, chaos.done, found)
 
 
 def standstills(job: Job, outages: Sequence[tuple[float, float]]) -> list[Standstill]:
@@ -311,12 +297,6 @@ def standstills(job: Job, outages: Sequence[tuple[float, float]]) -> list[Stands
         if not any(each.begin < other.end and other.begin < each.end for other in longest):
             longest.append(each)
     return longest
-
-
-def step_seconds(job: Job) -> list[float]:
-    """Of every step of a run that was not repeated, as rank 0 has measured them."""
-    records = StepLog(RunFolder(job.run_folder).step_log).read()
-    return [record.step_seconds for record in records]
 
 
 def _standstill(
@@ -342,59 +322,3 @@ def _said(log: Path, wall: float) -> Iterator[tuple[float, str]]:
         except ValueError:
             continue
         yield at, text[:180]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs schedules and prints a table; 1 if a standstill is longer than allowed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.cluster.chaos.standstills", description=__doc__
-    )
-    parser.add_argument("--schedule", choices=["all", *SCHEDULES], default="all")
-    parser.add_argument("--seed", type=int, default=1, help="of the first run")
-    parser.add_argument("--runs", type=int, default=1, help="of each schedule, with the next seeds")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--folder", type=Path, help="keeps the logs; default: a temporary one")
-    parser.add_argument("--verbose", action="store_true", help="also shows every step's time")
-    options = parser.parse_args(arguments)
-    names = list(SCHEDULES) if options.schedule == "all" else [options.schedule]
-    outcomes: list[tuple[int, Outcome]] = []
-    with tempfile.TemporaryDirectory(prefix="distca-standstills-") as temporary:
-        folder = options.folder or Path(temporary)
-        references = References(folder)
-        for name in names:
-            for seed in range(options.seed, options.seed + options.runs):
-                schedule = SCHEDULES[name](random.Random(seed), options.steps)
-                chosen = settings(options.steps, apart=schedule.apart)
-                outcome = run(schedule, chosen, references, folder / f"{name}-{seed}")
-                outcomes.append((seed, outcome))
-                _print(seed, outcome, verbose=options.verbose)
-    print(
-        "\n| schedule | seed | faults | run, s | longest standstill, s | without outages, s | "
-        "losses differ by |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for seed, outcome in outcomes:
-        print(
-            f"| {outcome.schedule.name} | {seed} | {len(outcome.schedule.acts)} | "
-            f"{outcome.seconds:.0f} | {outcome.longest_seconds:.1f} | "
-            f"{outcome.longest_own_seconds:.1f} | {outcome.difference:.1e} |"
-        )
-    return int(any(outcome.is_too_long for _, outcome in outcomes))
-
-
-def _print(seed: int, outcome: Outcome, *, verbose: bool) -> None:
-    print(
-        f"\n== {outcome.schedule.name}, seed {seed}: {outcome.seconds:.0f} s, losses differ by "
-        f"{outcome.difference:.1e} (allowed {LOSS_TOLERANCE:.0e})"
-    )
-    for act in outcome.schedule.acts:
-        print(f"  step {act.step}: {act}")
-    if verbose:
-        seconds = step_seconds(outcome.job)
-        print("  seconds of the steps:", " ".join(f"{each:.2f}" for each in seconds))
-    for standstill in outcome.standstills:
-        print("\n".join(outcome.describe(standstill)), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -108,11 +108,8 @@ SHARDED = ("--mode=in-place", "--sharding=fsdp", "--verify")
 """FSDP2, with layers recomputed but for core attention."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
-    start_run: StartRun, dtype: str
-) -> None:
-    run = start_run("run", *SHARDED, f"--dtype={dtype}", "--steps=3")
+def test_sharded_and_recomputed_layers_train_as_whole_ones_do(start_run: StartRun) -> None:
+    run = start_run("run", *SHARDED, "--dtype=bfloat16", "--steps=3")
     ended = run.wait(150.0)
     assert ended.exit_code == 0, ended.output
     assert run.verified_steps() == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from core_attention.shape import AttentionShape
 from tests import ROOT
-from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.cluster import Cluster, cluster, home, torchrun
 from tests.support.programs import ran
 
 N_RANKS, N_STEPS = 2, 4
@@ -80,26 +79,16 @@ def test_the_example_trains(tmp_path: Path, nodes: tuple[str, Cluster], placemen
     device, running = nodes
     (tmp_path / "train.py").write_text(example())
     (tmp_path / "watched.py").write_text(WATCHED)
-    cache = tmp_path / ".cache" / "distca"
-    cache.mkdir(parents=True)
-    keep_profile(cache, SHAPES[device], device)
     environment = {
-        "HOME": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
+        **home(tmp_path, SHAPES[device], device=device),
         "PYTHONPATH": python_path(),
         "DISTCA_CONTROL_PLANE": running.address,
         "DISTCA_PLACEMENT": placement,
     }
     run = ran(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        f"--nproc-per-node={N_RANKS}",
-        *("watched.py", "train.py", running.address, placement, str(tmp_path)),
+        *torchrun(N_RANKS, "watched.py", "train.py", running.address, placement, str(tmp_path)),
         cwd=tmp_path,
-        env={
-            **os.environ,
-            **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
-            **environment,
-        },
+        env=environment,
         timeout=DEADLINE_SECONDS[device],
     )
     assert run.returncode == 0, run.stderr[-4000:]

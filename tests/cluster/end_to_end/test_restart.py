@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests import ROOT
-from tests.support.cluster import NODE_SHAPE, Cluster, cluster
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster, torchrun
+from tests.support.programs import ran
 from tests.support.team import Team
 from trainer_client import Session
 
@@ -54,20 +53,13 @@ def check_results(running: Cluster) -> None:
 
 @pytest.mark.timeout(2 * END_SECONDS)
 def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=1", str(SCRIPT),
-        ],
+    done = ran(
+        *torchrun(2, "--max-restarts=1", str(SCRIPT)),
         env=environment(running),
         cwd=running.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=END_SECONDS,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
     check_results(running)
 
 

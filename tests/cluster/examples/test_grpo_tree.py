@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from core_attention.shape import parse_shape
-from tests.support.cluster import cluster, keep_profile
+from tests.support.cluster import cluster, home, torchrun
 from tests.support.programs import ran
 
 FIGURES = re.compile(
@@ -20,21 +18,14 @@ FIGURES = re.compile(
 
 @pytest.mark.timeout(300)
 def test_losses_and_gradients_are_those_of_separate_rows(tmp_path: Path) -> None:
-    profiles = tmp_path / ".cache" / "distca"
-    profiles.mkdir(parents=True)
-    keep_profile(profiles, parse_shape("4:2:32:float32"))
-    with cluster(profiles, 0) as running:
+    with cluster(tmp_path, 0) as running:
         environment = {
-            **os.environ,
-            "HOME": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
+            **home(tmp_path, parse_shape("4:2:32:float32")),
             "DISTCA_CONTROL_PLANE": running.address,
             "DISTCA_PLACEMENT": "in-place",
             "DISTCA_DATA_HOST": "127.0.0.1",
         }
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        command = (*torchrun, "--nproc-per-node=2", "-m", "examples.grpo_tree")
-        ended = ran(*command, env=environment, timeout=250)
+        ended = ran(*torchrun(2, "-m", "examples.grpo_tree"), env=environment, timeout=250)
         assert ended.returncode == 0, ended.stderr[-6000:]
         assert running.metric("distca_control_plane_plan_seconds_count") >= 16
     found = FIGURES.findall(ended.stdout)

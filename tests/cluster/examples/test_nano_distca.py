@@ -1,10 +1,9 @@
-"""The small version of the method beside plain attention and beside the library."""
+"""The small version of the method beside plain attention."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import matplotlib
@@ -13,15 +12,11 @@ import torch
 
 from examples.nano_distca.documents import random_lengths
 from examples.nano_distca.exchange import Death
-from examples.nano_distca.job import Job, random_job, run
+from examples.nano_distca.job import random_job, run
 from examples.nano_distca.plan import home_plan, imbalance
 from examples.nano_distca.reference import deviation, reference
 from tests import ROOT
-from tests.service.trainer_client.test_parity import make_shape
-from tests.support.cluster import Cluster
-from tests.support.cut_manifests import within_nano_batches
 from tests.support.programs import ran
-from tests.support.team import Team
 
 N_RANKS, N_SERVERS = 3, 4
 FOLDER = ROOT / "examples" / "nano_distca"
@@ -73,59 +68,6 @@ def test_float64_leaves_only_its_own_rounding() -> None:
         weights={name: w.double() for name, w in job.weights.items()},
     )
     assert deviation(run(job).gradients, reference(job)) < 1e-13
-
-
-@pytest.fixture(scope="module")
-def team(pool_of_four: Cluster) -> Iterator[Team]:
-    with Team(
-        pool_of_four, N_RANKS, make_shape(), placement="mixed", planner="balanced"
-    ) as running:
-        yield running
-
-
-@pytest.mark.parametrize("death", [None, Death(N_RANKS, 3, replies=1)], ids=["calm", "death"])
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_the_library(team: Team, case: str, death: Death | None) -> None:
-    """Both are given the same rows of q, k, v and dO: here ``x`` is all three, and the weights hand
-    them on as they are."""
-    rows = team.run(within_nano_batches(N_RANKS, *CASES[case])).rows
-    lanes = [
-        {
-            name: torch.cat([rows[rank, lane, 0][name].detach() for rank in range(N_RANKS)])
-            for name in ("q", "k", "v", "do", "dq", "dk", "dv")
-        }
-        for lane in (0, 1)
-    ]
-    job = given_job(CASES[case], lanes)
-    gradients = run(replace(job, death=death)).gradients
-    for lane, expected in enumerate(lanes):
-        # The residual gives dO of its own to the first elements of x.
-        found = gradients[f"x{lane}"] - job.dy[lane]
-        right = flat(expected, "dq", "dk", "dv")
-        assert found.shape == right.shape
-        # Each side rounds sums over a thousand rows in float32.
-        assert not right.numel() or (found - right).abs().max() <= 1e-5 * right.abs().max()
-
-
-def flat(rows: dict[str, torch.Tensor], *names: str) -> torch.Tensor:
-    return torch.cat([rows[name].flatten(1) for name in names], dim=1)
-
-
-def given_job(lengths: list[int], lanes: list[dict[str, torch.Tensor]]) -> Job:
-    """A model of one layer, whose q, k and v are ``x`` and whose loss has the gradient dO."""
-    shape = random_job([1], 1, 1).cost.shape
-    inner, hidden = (
-        shape.heads * shape.head_dim,
-        (shape.heads + 2 * shape.heads_kv) * shape.head_dim,
-    )
-    one = torch.eye(hidden)[None]
-    nothing = torch.zeros(1, hidden, hidden)
-    return replace(
-        random_job(lengths, N_RANKS, N_SERVERS, layers=1),
-        x=tuple(flat(rows, "q", "k", "v") for rows in lanes),
-        dy=tuple(torch.nn.functional.pad(flat(rows, "do"), (0, hidden - inner)) for rows in lanes),
-        weights={"qkv": one, "out": one[:, :inner], "up": nothing, "down": nothing},
-    )
 
 
 @pytest.mark.parametrize("seed", range(20))

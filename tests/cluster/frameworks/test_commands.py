@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.cluster import cluster
+from tests.support.programs import ran
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -39,15 +39,7 @@ def run_on_cpu(command: list[str], framework: str, folder: Path) -> str:
         "ON_CPU": framework,
         "OMP_NUM_THREADS": "1",
     }
-    ended = subprocess.run(
-        command,
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = ran(*command, env=environment, cwd=folder, timeout=600)
     assert ended.returncode == 0, ended.stderr[-6000:]
     return ended.stdout + ended.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from core_attention.shape import AttentionShape
 from tests import ROOT
 from tests.cluster.end_to_end.local_run import TINY
 from tests.support.addresses import unused_port
-from tests.support.cluster import cluster, keep_profile
+from tests.support.cluster import cluster, home
 from tests.unit.monitoring.table import Row, documented_metrics
 
 pytestmark = pytest.mark.timeout(300)
@@ -118,9 +117,7 @@ def start_trainer(
         *TINY,
     ]
     environment = {
-        **os.environ,
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
+        **home(folder, TINY_SHAPE),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(N_RANKS),
@@ -140,9 +137,6 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     """Of the metrics of every process, after N_STEPS steps of two trainers that train on one node
     and on themselves, and go on training."""
     folder = tmp_path_factory.mktemp("metrics")
-    profiles = folder / ".cache" / "distca"
-    profiles.mkdir(parents=True)
-    keep_profile(profiles, TINY_SHAPE)
     with cluster(folder, 1, node_shape=TINY_SHAPE) as running:
         port = unused_port(N_RANKS)
         trainers = [start_trainer(rank, folder, running.address, port) for rank in range(N_RANKS)]

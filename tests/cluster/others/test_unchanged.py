@@ -4,7 +4,6 @@ environment variables and the name of an attention implementation differs."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ import trl.scripts
 
 from tests import ROOT
 from tests.cluster.others.material import write_material
-from tests.support.cluster import NODE_SHAPE, Cluster, cluster, keep_profile
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster, home, torchrun
+from tests.support.programs import ran
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -139,30 +139,20 @@ def run(
     case: Case, implementation: str, folder: Path, material: Path, environment: dict[str, str]
 ) -> list[list[float]]:
     """Losses, and what else was logged, of both ranks."""
-    profiles = folder / "home" / ".cache" / "distca"
-    profiles.mkdir(parents=True)
-    keep_profile(profiles, NODE_SHAPE)
     filled = {"model": str(material / "model"), "data": str(material)}
     arguments = [each.format(implementation=implementation, **filled) for each in case.command]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ended = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", *arguments],
+    ended = ran(
+        *torchrun(2, *arguments),
         cwd=folder,
         env={
-            **os.environ,
-            "HOME": str(folder / "home"),
+            **home(folder / "home", NODE_SHAPE),
             "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             # DeepSpeed compiles for two minutes, once.
             "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
             **environment,
         },
-        capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     state = folder / "out" / "checkpoint-3" / "trainer_state.json"

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import distca
 from distca.contract.timeouts import default_seconds
+from tests.support.gradients import assert_gradients, gradients_of
 from tests.support.tiny_models import TINY_LLAMA
 
 TOLERANCE = 1e-5
@@ -106,20 +107,15 @@ class Run:
 
     def compare(self, *, is_mean: bool = False, tolerance: float = TOLERANCE) -> None:
         """Every gradient of the two models; ``is_mean``: of the ranks' mean."""
-        for (name, mine), theirs in zip(
-            self.model.named_parameters(), self.local.parameters(), strict=True
-        ):
-            if theirs.grad is None:
-                assert mine.grad is None, name
-                continue
-            expected = theirs.grad
-            if is_mean:
-                dist.all_reduce(expected)
-                expected /= dist.get_world_size()
-            found = mine.grad
-            found = found.full_tensor() if hasattr(found, "full_tensor") else found
-            difference, largest = (each.abs().max() for each in (found - expected, expected))
-            assert difference <= tolerance * largest, f"{name}: {difference / largest:.1e}"
+        expected = gradients_of(self.local)
+        if is_mean:
+            for gradient in expected.values():
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        if expected:
+            assert_gradients(self.model, expected, tolerance)
+        else:
+            assert not gradients_of(self.model)
         self.model.zero_grad()
         self.local.zero_grad()
 

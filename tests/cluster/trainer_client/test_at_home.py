@@ -75,16 +75,6 @@ def test_packed_documents_make_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made
 
 
-@torch.no_grad()
-def test_generation_with_a_cache() -> None:
-    model, local = pair("Qwen3")
-    ids, mask = ids_of(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
-    for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1]}):
-        expected = local.generate(**given, **settings)
-        assert torch.equal(model.generate(**given, **settings), expected)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
 @torch.no_grad()
 def test_generation_with_a_cache_of_fixed_size(name: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
-from tests.support.cluster import NODE_SHAPE, Cluster, cluster, keep_profile
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster, home, torchrun
+from tests.support.programs import ran
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -62,32 +60,9 @@ def run_loops(
     folder: Path, n_ranks: int, *loops: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs :mod:`tests.cluster.trainer_client.attach_runs`."""
-    profiles = folder / ".cache" / "distca"
-    profiles.mkdir(parents=True)
-    for dtype in ("float32", "bfloat16"):
-        shape = replace(NODE_SHAPE, dtype=dtype)
-        keep_profile(profiles, shape)
-        keep_profile(profiles, shape.share(2))
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={n_ranks}",
-            "-m",
-            "tests.cluster.trainer_client.attach_runs",
-            *loops,
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "HOME": str(folder),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
+    shapes = [replace(NODE_SHAPE, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    return ran(
+        *torchrun(n_ranks, "-m", "tests.cluster.trainer_client.attach_runs", *loops),
+        env={**home(folder, *shapes, *(shape.share(2) for shape in shapes)), **environment},
         timeout=380,
     )

@@ -29,6 +29,7 @@ from tests.cluster.trainer_client.test_transformers import (
     submit,
 )
 from tests.support.cluster import Cluster
+from tests.support.gradients import assert_gradients
 from tests.support.loops import PingPong
 from trainer_client import Session, SessionError, checkpoint
 from trainer_client.errors import ChangedInPlace
@@ -55,6 +56,9 @@ def gpt2_config(width: int) -> transformers.GPT2Config:
 
 GPT2 = gpt2_config(64)
 
+TOLERANCE = 1e-4
+"""The same operations on the same numbers, but for the plans' float32 sums of dK and dV."""
+
 Checkpointed = Callable[[Any], None]
 
 
@@ -71,12 +75,6 @@ CHECKPOINTED: dict[str, Checkpointed] = {
     "distca": lambda model: _by_layer(model, checkpoint),
 }
 """How users ask for checkpoints."""
-
-
-def assert_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        # The same operations on the same numbers, but for the plans' float32 sums of dK and dV.
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +142,7 @@ def test_layers_run_twice_but_core_attention_once(
         assert calls == {Phase.FORWARD: 4, Phase.BACKWARD: 4}
     assert [layer.runs for layer in layers] == [4, 4]
     assert losses[0] == losses[1]
-    assert_gradients(model, plain)
+    assert_gradients(model, plain, TOLERANCE)
 
 
 @pytest.mark.parametrize("interleave", [True, False])
@@ -169,7 +167,7 @@ def test_gradients_of_checkpoints_with_dropout_are_those_without_checkpoints(
         numbers.append(float(torch.rand(())))
     assert losses[0] == losses[1]
     assert numbers[0] == numbers[1]
-    assert_gradients(model, plain)
+    assert_gradients(model, plain, TOLERANCE)
 
 
 def test_several_calls_in_one_checkpoint(session: Session) -> None:
@@ -186,7 +184,7 @@ def test_several_calls_in_one_checkpoint(session: Session) -> None:
     for each in (plain, model):
         with session.step(submit(session)):
             sum(output.loss for output in PingPong(each)(make_batches())).backward()
-    assert_gradients(model, plain)
+    assert_gradients(model, plain, TOLERANCE)
 
 
 def test_checkpoints_in_evaluation_keep_nothing(session: Session) -> None:

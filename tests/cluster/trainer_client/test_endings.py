@@ -3,7 +3,6 @@ rank, and go on after a clean end."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from tests import ROOT
 from tests.cluster.trainer_client.ending_rank import SHAPE
-from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.cluster import Cluster, cluster, home
 
 SECONDS = 15.0
 """A rank without a sign of life is dead after 7 s, on a quiet machine."""
@@ -55,14 +54,8 @@ def run(
     folder: Path, running: Cluster, ending: str, placement: str
 ) -> tuple[list[int], list[str], float]:
     """Two ranks, to their ends: exit codes, outputs, and when rank 0 had ended."""
-    profiles = folder / ".cache" / "distca"
-    profiles.mkdir(parents=True)
-    keep_profile(profiles, SHAPE)
     environment = {
-        **os.environ,
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **home(folder, SHAPE),
         "STORE": f"file://{folder}/store",
         "WORLD_SIZE": "2",
         "DISTCA_CONTROL_PLANE": running.address,

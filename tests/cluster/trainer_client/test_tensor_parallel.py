@@ -5,7 +5,6 @@ Four ranks in processes of their own, over gloo: two tensor-parallel ranks, two 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,6 @@ from tests.support.tiny_models import TINY_LLAMA
 from trainer_client import (
     PlanNotReady,
     Session,
-    SessionClosed,
     SessionError,
     SessionOptions,
     core_attention,
@@ -487,40 +485,3 @@ def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
         victim = servers.processes[1].popen.pid
         arguments = (str(tmp_path), servers.address, victim)
         run_forked(run_ranks_while_a_server_dies, arguments, TP)
-
-
-def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
-    with joined(rank, TP, folder) as mesh:
-        model = by_parallelize_module(f"{folder}/model", mesh)
-        options = options_for(model, **job(address, folder, "lost"))
-        batches = whole_documents(0, [[7], [5]])
-        if rank == 1:
-            model.model.layers[1].mlp.register_full_backward_hook(
-                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            )
-        session = Session.open(options)
-        step, nano_batches = next(submitted(session, [batches]))
-        try:
-            with session.step(step):
-                torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
-        except SessionClosed as error:
-            Path(folder, "told").write_text(str(error))
-        finally:
-            session.close("the job ended")
-            # PyTorch would wait for the other rank.
-            os._exit(0)
-
-
-def test_a_rank_that_is_lost_is_named_by_the_others(tmp_path: Path, pool_of_four: Cluster) -> None:
-    """Though they were in a collective with it, whose error comes first."""
-    keep_profile(tmp_path, LOCAL)
-    save_model(tmp_path / "model")
-    start = multiprocessing.get_context("spawn").Process
-    arguments = (str(tmp_path), pool_of_four.address)
-    ranks = [start(target=run_rank_that_loses_another, args=(r, *arguments)) for r in range(TP)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(90)
-    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
-    assert "was closed: no sign of life from rank 1 on" in (tmp_path / "told").read_text()

@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.cluster.trainer_client.test_at_home import compare_gradients, pair, pair_of
 from tests.cluster.trainer_client.test_transformers import (
     CONFIGS,
-    MIXED,
     document_losses,
     documents_in,
     make_batches,
@@ -32,23 +31,6 @@ from trainer_client.attach.call_rows import CallRows
 from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.turns.branches import RowDocuments
-
-ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
-
-
-@pytest.mark.parametrize(
-    ("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager"), ("Llama4", "sdpa")]
-)
-def test_windows_in_rows_split_in_their_middle(
-    pool_of_four: Cluster, name: str, locally: str
-) -> None:
-    for n, batch in enumerate(make_batches(lengths=ROWS)):
-        model, local = pair_of(MIXED[name], locally)
-        with attached(pool_of_four, model, f"cut-{name}-{n}", turns=2, cut_documents=True):
-            document_losses(model(**batch).logits, batch).backward()
-        for document in documents_in(batch):
-            document_losses(local(**document, use_cache=False).logits, document).backward()
-        compare_gradients(model, local)
 
 
 @pytest.fixture

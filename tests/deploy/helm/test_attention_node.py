@@ -15,7 +15,6 @@ from tests.deploy.helm.chart import (
     Manifest,
     container,
     containers,
-    environment,
     helm,
     only,
     pod_specs,
@@ -116,19 +115,6 @@ def test_own_annotations_stay_beside_the_network() -> None:
     assert annotations == {"a": "b", "k8s.v1.cni.cncf.io/networks": "fabric/rows@net1"}
 
 
-@pytest.mark.parametrize("transport", ["auto", "nixl"])
-def test_node_and_doctor_are_given_one_transport(transport: str) -> None:
-    settings = [] if transport == "auto" else ["transport=nixl"]
-    given = {
-        each["name"]: [text for text in each["args"] if text.startswith("--transport")]
-        for owner, spec in pod_specs(rendered("rdma-values.yaml", *settings))
-        for each in containers(spec)
-        if {"attention-node", "doctor"} & set(each["args"])
-    }
-    expected = [f"--transport={transport}"]
-    assert given == {"server-0": expected, "doctor": expected}
-
-
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_no_pod_mounts_devices_of_the_machine_or_is_privileged(value_set: str) -> None:
     for _, spec in pod_specs(rendered(value_set)):
@@ -147,16 +133,6 @@ def test_the_grace_period_is_longer_than_the_drain(drain_seconds: int) -> None:
     server = container(spec, "server-0")
     assert float(arguments(server)["--drain-seconds"]) == drain_seconds
     assert spec["terminationGracePeriodSeconds"] >= drain_seconds + 15
-
-
-def test_the_doctor_sees_the_same_devices_volumes_and_variables_as_the_server() -> None:
-    for value_set in ("", "rdma-values.yaml", "mtls-own-authority-values.yaml"):
-        spec = pod(value_set)
-        doctor, server = container(spec, "doctor"), container(spec, "server-0")
-        for same in ("image", "resources", "volumeMounts", "securityContext"):
-            assert doctor[same] == server[same]
-        assert environment(server).keys() == environment(doctor).keys()
-    assert "--rdma" in container(pod("rdma-values.yaml"), "doctor")["args"]
 
 
 def test_one_doctor_sees_the_devices_of_all_servers() -> None:

@@ -57,11 +57,3 @@ def test_the_control_plane_listens_where_it_is_scraped() -> None:
     assert "--metrics-listen=0.0.0.0:9100" in container(spec, "control-plane")["args"]
     ports = only(manifests, "Service", "control-plane")["spec"]["ports"]
     assert {"name": "metrics", "port": 9100, "targetPort": "metrics"} in ports
-
-
-def test_ranks_of_any_job_are_scraped_where_its_namespace_may_be() -> None:
-    monitor = only(rendered("monitoring-values.yaml"), "PodMonitor", "trainer")["spec"]
-    assert monitor["selector"]["matchLabels"] == {"distca.dev/role": "trainer"}
-    assert monitor["namespaceSelector"] == {"matchNames": ["research"]}
-    everywhere = rendered("network-policy-values.yaml", "monitoring.podMonitor.enabled=true")
-    assert only(everywhere, "PodMonitor", "trainer")["spec"]["namespaceSelector"] == {"any": True}

@@ -84,10 +84,3 @@ def test_ports_in_policies_are_ports_of_the_pods() -> None:
         named = {port["name"] for each in spec["containers"] for port in each["ports"]}
         opened = [each["port"] for rule in rules(manifests, owner[-9:]) for each in rule["ports"]]
         assert {port for port in opened if isinstance(port, str)} == named
-
-
-def test_pods_of_jobs_are_let_in_by_their_labels() -> None:
-    manifests = rendered("network-policy-values.yaml", "networkPolicy.jobPodLabels.tenant=a")
-    (peer, *_) = rule_for(manifests, "attention-node", "data-0")["from"]
-    wanted = {"distca.dev/role": "trainer", "tenant": "a"}
-    assert peer["podSelector"]["matchLabels"] == wanted

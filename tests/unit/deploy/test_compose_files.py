@@ -76,9 +76,3 @@ def test_the_control_plane_keeps_the_secret_of_jobs_in_a_volume() -> None:
     described = services()["control-plane"]
     folder = described["environment"]["DISTCA_STATE_DIR"]
     assert f"control-plane-state:{folder}" in described["volumes"]
-
-
-def test_grace_periods_outlast_draining() -> None:
-    node = services()["attention-node"]
-    (drain_seconds,) = re.findall(r"--drain-seconds=(\d+)", node["command"])
-    assert int(node["stop_grace_period"].removesuffix("s")) >= int(drain_seconds) + 15
