@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 from tests.support.cluster import Cluster, cluster
+from tests.support.process_groups import process_group
 
 # Also where a shell has started the tests in the background, and had it ignored: what is ignored
 # here is ignored by every child, and Ctrl-C is what some of them are tested with.
@@ -21,6 +23,13 @@ torch.set_num_threads(1)
 # A busy machine does not make a property false.
 hypothesis.settings.register_profile("distca", deadline=None)
 hypothesis.settings.load_profile("distca")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """The process group that one rank forms with itself."""
+    with process_group(tmp_path):
+        yield
 
 
 @pytest.fixture(scope="session")

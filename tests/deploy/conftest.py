@@ -46,13 +46,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def given_base(
+    variable: str, own: str, docker: Docker, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    given = os.environ.get(variable, "")
+    if not given:
+        stand_ins.make_stand_ins(docker, tmp_path_factory.mktemp("stand-ins"))
+    return given or own
+
+
 @pytest.fixture(scope="session")
 def base_image(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> str:
     """On which images are built."""
-    given = os.environ.get("DISTCA_TEST_BASE_IMAGE", "")
-    if not given:
-        stand_ins.make_stand_ins(docker, tmp_path_factory.mktemp("stand-ins"))
-    return given or stand_ins.BASE
+    return given_base("DISTCA_TEST_BASE_IMAGE", stand_ins.BASE, docker, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -69,10 +75,7 @@ def images(docker: Docker, checkout: Path, base_image: str) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def cuda_base_image(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> str:
     """On which images of GPUs are built: without Python, as NVIDIA's is."""
-    given = os.environ.get("DISTCA_TEST_CUDA_BASE_IMAGE", "")
-    if not given:
-        stand_ins.make_stand_ins(docker, tmp_path_factory.mktemp("stand-ins"))
-    return given or stand_ins.BARE
+    return given_base("DISTCA_TEST_CUDA_BASE_IMAGE", stand_ins.BARE, docker, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,19 +101,14 @@ def stream_manifest(
     return Manifest.merge(ranks, n_ranks)
 
 
-def assert_same_plan(a: object, b: object) -> None:
-    """Equal in every array, forecast and word."""
-    from core_attention.plan import Plan
-
-    assert isinstance(a, Plan)
-    assert isinstance(b, Plan)
-    assert a.reason == b.reason
-    for ours, theirs in ((a.forward, b.forward), (a.backward, b.backward)):
-        for name in ("document", "q_begin", "q_end", "server"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-    for mine, other in (
-        (a.forward_forecast, b.forward_forecast),
-        (a.backward_forecast, b.backward_forecast),
-    ):
-        for name, value in vars(mine).items():
-            np.testing.assert_array_equal(value, getattr(other, name))
+def assert_equal(left: Any, right: Any) -> None:
+    """Equality of dataclasses with arrays inside."""
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif is_dataclass(left):
+        for field in fields(left):
+            assert_equal(getattr(left, field.name), getattr(right, field.name))
+    else:
+        assert left == right

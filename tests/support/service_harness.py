@@ -21,7 +21,7 @@ from core_attention.arrays import int64_column
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PhaseForecast, Plan
+from core_attention.plan import PhaseForecast, Plan, PlanServer
 from core_attention.shape import AttentionShape
 from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
 from distca.contract.rpc import EventStream, Reason, RpcError, RpcSettings, open_channel
@@ -50,6 +50,12 @@ def linear_profile(shape: AttentionShape = SHAPE) -> CostProfile:
         forward_seconds=np.array([[1e-9, 1e-6], [5e-4, 5e-4]]),
         backward_seconds=np.array([[2e-9, 2e-6], [1e-3, 1e-3]]),
     )
+
+
+def planning_server(server_id: str) -> PlanningServer:
+    """A pool server with a linear profile."""
+    server = PlanServer(server_id, None, "h:1")
+    return PlanningServer(server=server, host="h", profile=linear_profile())
 
 
 def rotating_plan(

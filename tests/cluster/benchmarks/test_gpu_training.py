@@ -47,14 +47,8 @@ def test_stretched_documents_are_longer_and_fill_all_ranks(batch: Batch) -> None
         draw_batch(2, RANKS, TOKENS + 1, "pretrain", stretch=2)
 
 
-@pytest.fixture(scope="module")
-def one_document() -> Batch:
-    return draw_batch(2, RANKS, TOKENS, batches.ONE_DOCUMENT)
-
-
-def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
-    one_document: Batch,
-) -> None:
+def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer() -> None:
+    one_document = draw_batch(2, RANKS, TOKENS, batches.ONE_DOCUMENT)
     balancer = _HeadTailLoadBalancer(RANKS * TOKENS, RANKS, torch.device("cpu"))
     order = balancer._generate_indices().reshape(RANKS, TOKENS)
     for rank, manifest in enumerate(batches.zigzag(one_document)):
@@ -198,23 +192,16 @@ def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path, cu
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(300)
-def test_pytorchs_context_parallelism_trains_the_same_model_on_gpus(tmp_path: Path) -> None:
-    ways = (*ONE_DOCUMENT_WAYS, methods.PYTORCH)
-    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways, options=ONE_DOCUMENT)
-    assert found.keys() == set(ways)
-    for way in ways:
-        assert found[way] == pytest.approx(found["context-parallel"], rel=2e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.timeout(300)
-def test_all_ways_train_the_same_model_on_gpus(tmp_path: Path) -> None:
-    ways = WAYS[:-1]
-    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways)
+@pytest.mark.parametrize(
+    ("ways", "options"), [(WAYS[:-1], ()), ((*ONE_DOCUMENT_WAYS, methods.PYTORCH), ONE_DOCUMENT)]
+)
+def test_all_ways_train_the_same_model_on_gpus(
+    tmp_path: Path, ways: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways, options=options)
     for way in ways:
         # bfloat16: 2^-9 = 2e-3 a rounding, averaged over hundreds of tokens.
-        assert found[way] == pytest.approx(found["plain"], rel=2e-3)
+        assert found[way] == pytest.approx(found[ways[0]], rel=2e-3)
 
 
 def test_compiled_graphs_do_not_name_the_main_module(tmp_path: Path) -> None:

@@ -157,15 +157,3 @@ def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
             if way_of(case["way"]).served:
                 assert min(step["slots"]["measured"]) >= 1.0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.timeout(400)
-def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    options = (
-        "--ways=even,idle-aware,idle-aware@1f1b-split", "--microbatches=2", "--batches=2",
-        "--cut-documents", "--verify",
-    )  # fmt: skip
-    done = ran(*command(out, *options), timeout=380)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(out.read_text())["plan"]["cuts_documents"] is True

@@ -1,16 +1,14 @@
-"""How long training stands still while a schedule of faults is carried out, and what it waits for:
-real processes, real UCX, mutual TLS. A standstill is the time between two ticks that a rank
-completes, if it is longer than any in a run that nobody disturbs.
+"""How long training stands still while a schedule of faults is carried out: real processes, real
+UCX, mutual TLS. A standstill is the time between two ticks that a rank completes, if it is longer
+than any in a run that nobody disturbs.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
@@ -37,15 +35,6 @@ RESTART_SECONDS = 0.5
 """After so long a process that has ended unasked is started again."""
 
 LAYERS, TOKENS_PER_RANK, CHECKPOINT_EVERY = 4, 512, 10
-
-TELLING = re.compile(
-    r"lost the control plane|back at the control plane|waits for its name|no sign of life|"
-    r"cannot be reached|cannot be connected|recovery \d+ begins|is left out|lost its lease|"
-    r"goes on with epoch|leading: |leading at|takes over|not been renewed|nobody was heard|"
-    r"have not come back|opened again|job \S+ closed|have answered recovery|came back from|"
-    r"rank \d+ joined job|resumed after|at home from|computes itself|registered again|fenced"
-)
-"""Lines of logs that say what was waited for."""
 
 
 def settings(steps: int, *, apart: bool = False) -> JobSettings:
@@ -242,26 +231,16 @@ class Outcome:
         return self.longest_own_seconds > BOUND_SECONDS
 
     def describe(self, standstill: Standstill) -> Iterator[str]:
-        """What was done near a standstill, and what the processes said, in the order of time."""
+        """What was done near a standstill, in the order of time."""
         begin = standstill.begin
-        wall = datetime.now().timestamp() - time.monotonic()
-        since = min(
-            [act.at for act in self.done if begin - NEAR_SECONDS < act.at < begin] or [begin]
-        )
-        lines = [
-            (act.at, f"** {act.what}") for act in self.done if since <= act.at <= standstill.end
-        ]
-        for log in sorted(self.job.folder.glob("*.log")):
-            for at, text in _said(log, wall):
-                if since <= at <= standstill.end + 0.5:
-                    lines.append((at, f"{log.stem}: {text}"))
         yield (
             f"rank {standstill.rank} stood still for {standstill.seconds:.1f} s in step "
             f"{standstill.step}, {standstill.outage_seconds:.1f} s of it as processes were not "
             "there"
         )
-        for at, text in sorted(set(lines)):
-            yield f"    {at - begin:+7.2f} s  {text}"
+        for act in self.done:
+            if begin - NEAR_SECONDS < act.at <= standstill.end:
+                yield f"    {act.at - begin:+7.2f} s  {act.what}"
 
 
 def run(schedule: Schedule, chosen: JobSettings, references: References, folder: Path) -> Outcome:
@@ -309,16 +288,3 @@ def _standstill(
 def _is_loading(trainer: Process) -> bool:
     """Whether it runs and has not come so far as to open its job."""
     return trainer.alive and b"listening on" not in trainer.log.read_bytes()
-
-
-def _said(log: Path, wall: float) -> Iterator[tuple[float, str]]:
-    """The telling lines of a process's log, with their ``time.monotonic()``."""
-    for line in log.read_text(errors="replace").splitlines():
-        stamp, text = line[:23], line[24:]
-        if not TELLING.search(text) or "base_connection" in text:
-            continue
-        try:
-            at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() - wall
-        except ValueError:
-            continue
-        yield at, text[:180]

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests import ROOT
-from tests.support.cluster import NODE_SHAPE, Cluster, cluster, torchrun
+from tests.support.cluster import Cluster, cluster, torchrun
 from tests.support.programs import ran
-from tests.support.team import Team
-from trainer_client import Session
 
 LEASE_SECONDS = 6.0
 END_SECONDS = 120.0
@@ -61,15 +58,3 @@ def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
     )
     assert done.returncode == 0, done.stderr[-6000:]
     check_results(running)
-
-
-def test_session_that_failed_is_opened_again_in_the_same_process(running: Cluster) -> None:
-    with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
-        options = team.sessions[0].options
-        team.sessions[0].close("ValueError: a batch was malformed")
-        began = time.monotonic()
-        with Session.open(options) as again:
-            assert again.job_id != team.sessions[0].job_id
-        with Session.open(options):
-            pass
-        assert time.monotonic() - began < LEASE_SECONDS

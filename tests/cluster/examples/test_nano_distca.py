@@ -59,17 +59,6 @@ def test_a_server_with_work_dies() -> None:
     assert len(stood_in) == 1
 
 
-def test_float64_leaves_only_its_own_rounding() -> None:
-    job = random_job(CASES["documents over ranks"], N_RANKS, N_SERVERS)
-    job = replace(
-        job,
-        x=tuple(x.double() for x in job.x),
-        dy=tuple(dy.double() for dy in job.dy),
-        weights={name: w.double() for name, w in job.weights.items()},
-    )
-    assert deviation(run(job).gradients, reference(job)) < 1e-13
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_keep_the_tolerance_and_lose_no_query(seed: int) -> None:
     lengths = random_lengths(60, median=150, longest=2000, seed=seed)

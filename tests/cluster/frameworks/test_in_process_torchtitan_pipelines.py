@@ -28,18 +28,20 @@ def test_a_file_says_the_order_wherever_it_lies(tmp_path: Path) -> None:
     assert (found[0].name, found[0].slots) == ("zb.csv", order.slots)
 
 
-def test_another_number_of_microbatches_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "n_microbatches", "error"),
+    [
+        (write_csv(zero_bubble(2, 4)), 8, UnsupportedSetting),
+        ("0F0,0B0\n1B0,1F0\n", 1, ScheduleError),
+    ],
+)
+def test_a_file_of_another_order_is_refused(
+    tmp_path: Path, text: str, n_microbatches: int, error: type[Exception]
+) -> None:
     path = tmp_path / "zb.csv"
-    path.write_text(write_csv(zero_bubble(2, 4)))
-    with pytest.raises(UnsupportedSetting):
-        order_of(None, str(path), 8)
-
-
-def test_a_file_without_a_valid_order_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text("0F0,0B0\n1B0,1F0\n")
-    with pytest.raises(ScheduleError):
-        order_of(None, str(path), 1)
+    path.write_text(text)
+    with pytest.raises(error):
+        order_of(None, str(path), n_microbatches)
 
 
 def test_a_schedule_that_does_not_say_its_order_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,6 @@ from tests.service.security.pki import Files, Pki
 from tests.service.security.recording_proxy import recording
 from tests.service.security.secure_cluster import SecureCluster
 from tests.service.security.test_cluster import manifests, team
-from tests.support.addresses import foreign_address
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.service_harness import client_of
 from tests.support.team import StepResult, Team
@@ -302,13 +301,6 @@ def test_data_ports_take_connections_that_send_nothing_and_random_bytes(victim: 
             send(target, b"")
             send(target, random_bytes(rng, 500))
     assert victim.popen.poll() is None
-
-
-def test_ucx_own_port_is_open_at_the_data_address_alone(victim: Process) -> None:
-    host, port = ucx_port(victim)
-    assert host == "127.0.0.1"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((foreign_address(), port), _ANSWER_SECONDS)
 
 
 def test_what_may_end_a_node_costs_no_step(running: Cluster, victim: Process) -> None:

@@ -452,15 +452,6 @@ def checkpoints(run: Run) -> None:
 
 
 @loop
-def compiled_layers(run: Run) -> None:
-    for layer in run.model.model.layers:
-        layer.compile(backend="aot_eager")
-    run.step()
-    run.step()
-    run.compare()
-
-
-@loop
 def compiled_model(run: Run) -> None:
     """Attention and masks stay outside of the graphs."""
     compiled: Any = torch.compile(run.model, backend="aot_eager")

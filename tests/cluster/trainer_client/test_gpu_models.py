@@ -21,7 +21,7 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster
 from tests.support.loops import PingPong
-from trainer_client import Session, SessionError
+from trainer_client import Session
 
 __all__ = ["gpu_pool"]
 
@@ -86,32 +86,3 @@ def test_a_step_without_dropout_leaves_the_generators_alone(session: Session) ->
     train(session, model)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(torch.cuda.get_rng_state(), states[1])
-
-
-def test_frozen_layers_leave_steps_complete(session: Session) -> None:
-    model = model_on_gpu()
-    for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
-        part.requires_grad_(False)
-    before = set(session._servers._connections.values())
-    for _ in range(2):
-        train(session, model)
-    assert set(session._servers._connections.values()) >= before
-
-
-def test_a_loss_without_the_top_layer_is_refused(session: Session) -> None:
-    model = model_on_gpu()
-
-    class LowerLayersOnly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-            output = self.model(**batch, output_hidden_states=True)
-            hidden: torch.Tensor = output.hidden_states[1]
-            return hidden.float().square().mean()
-
-    wrong = PingPong(LowerLayersOnly())
-    with pytest.raises(SessionError), session.step(submit(session)):
-        torch.stack(wrong(batches())).sum().backward()
-    train(session, model)

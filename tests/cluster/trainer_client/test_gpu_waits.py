@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from attention_node.cuda_order import record_event
 from core_attention.ca_task import Phase
 from tests.cluster.trainer_client.test_gpu_parity import ON_GPU, SHAPE
 from tests.service.trainer_client.test_integrity import metric
 from tests.service.trainer_client.test_parity import spanning
 from tests.support.cluster import cluster
 from tests.support.team import Team
-from trainer_client.step.step_report import DeviceWait, lengths
 
 pytestmark = ON_GPU
 
@@ -33,45 +29,6 @@ def slow(*arguments):
     return run_batch(*arguments)
 Executor._run_batch = slow
 """
-
-
-@functools.cache
-def cycles_a_second() -> float:
-    """Of the clock that ``torch.cuda._sleep`` counts."""
-    cycles = 2 * 10**8
-    for _ in range(2):  # the first launch takes longer
-        began = record_event(DEVICE, timed=True)
-        torch.cuda._sleep(cycles)
-        ended = record_event(DEVICE, timed=True)
-        torch.cuda.synchronize(DEVICE)
-        assert began is not None
-        assert ended is not None
-        milliseconds = began.elapsed_time(ended)
-    return float(cycles / milliseconds * 1e3)
-
-
-def waited(busy_seconds: float, blocked_seconds: float) -> float:
-    """Exposed seconds of a thread that is blocked while the device computes what it launched."""
-    cycles = int(busy_seconds * cycles_a_second())
-    torch.cuda.synchronize(DEVICE)
-    if cycles:
-        torch.cuda._sleep(cycles)
-    began = record_event(DEVICE, timed=True)
-    time.sleep(blocked_seconds)
-    ended = record_event(DEVICE, timed=True)
-    assert began is not None
-    assert ended is not None
-    known = lengths([DeviceWait(Phase.FORWARD, blocked_seconds, began, ended)], 30.0)
-    assert known is not None
-    return known[0].exposed_seconds
-
-
-def test_a_blocked_thread_exposes_what_its_device_has_nothing_to_do() -> None:
-    idle = waited(0.0, 0.2)
-    # The sleep may be longer than asked, not shorter.
-    assert 0.2 <= idle < 2.0
-    # The device is busy for all of it: next to nothing is left.
-    assert waited(1.0, 0.2) < 0.05
 
 
 def exposed(folder: Path, prelude: str) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tests.support.cluster import Cluster, keep_profile, on_this_host
 from tests.support.cut_manifests import cut_in_two
 from tests.support.gradients import assert_gradients
 from tests.support.model_options import options_for
-from tests.support.process_groups import process_group
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -86,13 +85,6 @@ def model_with(attention: str, kind: str = "llama", **sizes: Any) -> Any:
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="sum")
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one."""
-    with process_group(tmp_path):
-        yield
 
 
 WINDOWED: dict[str, Any] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,18 +24,11 @@ from tests.cluster.trainer_client.test_transformers import (
 )
 from tests.support.cluster import Cluster
 from tests.support.loops import attached
-from tests.support.process_groups import process_group
 from trainer_client import SessionError, labels_per_rank
 from trainer_client.attach.call_rows import CallRows
 from trainer_client.attach.decoder import decoder_of
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.turns.branches import RowDocuments
-
-
-@pytest.fixture
-def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
-    with process_group(tmp_path):
-        yield
 
 
 def by_fsdp1(layers: nn.ModuleList) -> None:
@@ -49,7 +41,7 @@ def by_zero_3(layers: nn.ModuleList) -> None:
         untyped.ds_id = index
 
 
-@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("shard", [by_fsdp1, by_zero_3])
 def test_layers_in_which_nano_batches_cannot_take_turns_are_refused(
     pool_of_four: Cluster, shard: Callable[[nn.ModuleList], None]

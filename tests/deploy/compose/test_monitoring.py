@@ -103,13 +103,10 @@ def observed(docker: Docker, checkout: Path, compose_environ: dict[str, str]) ->
         )
 
 
-def test_training_runs_to_its_end(observed: Observed) -> None:
+def test_training_runs_to_its_end_and_equals_local_attention(observed: Observed) -> None:
     assert observed.exit_codes == [0, 0]
     assert observed.record["finished"]
     assert [step["step"] for step in observed.record["steps"]] == list(range(N_STEPS))
-
-
-def test_every_step_equals_local_attention(observed: Observed) -> None:
     found = observed.record["verification"]
     assert found["steps"] == N_STEPS
     assert found["gradient"] <= found["gradient_tolerance"], found

@@ -117,21 +117,19 @@ def test_all_that_names_the_pool_names_it_alike(value_set: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "settings", "message"),
+    ("release", "settings"),
     [
-        ("distca-1.2", (), 'the release is called "distca-1.2"'),
-        ("7b-run", (), 'the release is called "7b-run"'),
-        ("rel", ("fullnameOverride=a.b",), 'fullnameOverride is "a.b"'),
-        ("rel", ("fullnameOverride=1abc",), 'fullnameOverride is "1abc"'),
-        ("rel", ("nameOverride=a.b",), 'nameOverride is "a.b"'),
+        ("distca-1.2", ()),
+        ("rel", ("fullnameOverride=a.b",)),
+        ("rel", ("fullnameOverride=1abc",)),
+        ("rel", ("nameOverride=a.b",)),
     ],
 )
 def test_names_that_services_cannot_have_are_refused(
-    release: str, settings: tuple[str, ...], message: str
+    release: str, settings: tuple[str, ...]
 ) -> None:
-    said = refusal(*settings, release=release)
-    assert message in said
-    assert "with small letters, digits and hyphens alone, and a letter first" in said
+    named = settings[0].partition("=")[0] if settings else release
+    assert named in refusal(*settings, release=release)
 
 
 @pytest.mark.parametrize(
@@ -150,4 +148,3 @@ def test_digits_come_first_where_kubernetes_allows_it(
         *(f"--set={each}" for each in settings),
     )
     assert (done.returncode != 0) == refused, done.stderr
-    assert ("a letter first" in done.stderr) == refused

@@ -25,7 +25,7 @@ from tests.support.cut_manifests import in_halves
 from tests.support.planning_cases import (
     PROFILE,
     SHAPE,
-    assert_same_plan,
+    assert_equal,
     in_place,
     pool,
     stream_manifest,
@@ -90,7 +90,7 @@ def test_every_plan_is_valid_and_repeatable(
     servers = with_speeds(servers, speeds[: len(servers)])
     # The constructor of Plan checks that tasks partition documents and lie in one segment.
     first, second = plan_of(manifest, servers, tolerance), plan_of(manifest, servers, tolerance)
-    assert_same_plan(first, second)
+    assert_equal(first, second)
     for forecast in forecasts(first):
         assert np.isfinite(forecast.seconds).all()
         stopped = np.array([server.speed == 0 for server in servers])

@@ -16,7 +16,9 @@ from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 from tests.support.waiting import eventually
 from tests.unit.attention_node.cases import WAIT_SECONDS
-from tests.unit.attention_node.test_executor import GatedKernel, submit
+from tests.unit.attention_node.test_executor import GatedKernel, kernel, submit
+
+__all__ = ["kernel"]
 
 HELD_SECONDS = 0.1
 
@@ -29,11 +31,6 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> NodeMetrics:
     return NodeMetrics(registry, "node-0")
-
-
-@pytest.fixture
-def kernel() -> GatedKernel:
-    return GatedKernel()
 
 
 @pytest.fixture

@@ -20,18 +20,17 @@ from control_plane.jobs.publication import publish_step
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.same_documents import check_group
 from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.pipelining import Pipelining
-from core_attention.plan import PlanServer
 from core_attention.schedule_orders import SCHEDULES
 from distca.contract.rpc_errors import Reason
 from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement
 from tests.support.errors import fails
 from tests.support.service_harness import (
     SHAPE,
-    linear_profile,
+    planning_server,
     rank_manifest,
     rotating_plan,
 )
@@ -83,14 +82,8 @@ def submit(job: Job, rank: int, step: int, forward_only: bool = False, now: floa
 
 
 def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> StepRecord:
-    servers = [
-        PlanningServer(
-            server=PlanServer(server_id, None, "h:1"), host="h", profile=linear_profile()
-        )
-        for server_id in server_ids
-    ]
     manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
-    plan = rotating_plan(manifest, servers, SHAPE, PlanningOptions())
+    plan = rotating_plan(manifest, [*map(planning_server, server_ids)], SHAPE, PlanningOptions())
     return StepRecord(job_id="job", plan=plan, plan_seconds=0.1, forward_only=False)
 
 
@@ -631,10 +624,8 @@ def test_a_segment_comes_to_no_more_than_it_counts() -> None:
         before = tracemalloc.get_traced_memory()[0]
         manifest = RankManifest.from_lengths(0, 0, [[1] * n, [1] * n])
         ready = ReadyStep(step=0, manifests=(manifest,), forward_only=False)
-        server = PlanningServer(
-            server=PlanServer("a", None, "h:1"), host="h", profile=linear_profile()
-        )
-        publication = publish_step("job", spec(n_ranks=1), ready, [server], rotating_plan)
+        servers = [planning_server("a")]
+        publication = publish_step("job", spec(n_ranks=1), ready, servers, rotating_plan)
         publication.record.rank_event(0)
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:

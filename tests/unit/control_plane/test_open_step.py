@@ -222,10 +222,10 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 # As a job sees it.
 
 
-def job_of() -> Job:
+def job_of(n_joined: int = 2) -> Job:
     jobs = Jobs(lease_seconds=10.0, retained_steps=64, max_pending_steps=4)
     job = jobs.create(spec(), job_id="train-1", key=b"t")
-    for rank in range(2):
+    for rank in range(n_joined):
         job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
     return job
 
@@ -282,9 +282,7 @@ def test_no_step_gets_a_number_that_a_rank_has_used_at_home() -> None:
 
 def job_of_rank_0() -> Job:
     """The other one has not come, and rank 0 has joined the first step."""
-    jobs = Jobs(lease_seconds=10.0, retained_steps=64, max_pending_steps=4)
-    job = jobs.create(spec(), job_id="train-1", key=b"t")
-    job.join(0, host="h", lease_id="L0", now=0.0)
+    job = job_of(n_joined=1)
     join(job, 0, 1)
     return job
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ from data_plane.buffer_pool import (
     size_class_bytes,
 )
 from tests.support.errors import refused
+
+
+def noting(note: Callable[[torch.UntypedStorage], object]) -> Callable[[int], torch.Tensor]:
+    """Makes memory, of which ``note`` hears."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        note(memory.untyped_storage())
+        return memory
+
+    return allocate
 
 
 @given(st.integers(0, 2**40))
@@ -82,13 +94,7 @@ def test_use_after_release() -> None:
 
 def test_a_closed_pool_keeps_no_memory_and_hands_out_none() -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        made.append(weakref.ref(memory.untyped_storage()))
-        return memory
-
-    pool = BufferPool(allocate, slab_bytes=4096)
+    pool = BufferPool(noting(lambda memory: made.append(weakref.ref(memory))), slab_bytes=4096)
     held, idle, other = pool.acquire(1000), pool.acquire(2000), pool.acquire(4096)
     idle.release()
     other.release()
@@ -157,12 +163,7 @@ def test_sizes_that_grow_with_every_step_make_few_slabs() -> None:
 def test_slabs_that_are_being_made_are_in_use() -> None:
     """Whoever asks for room in a limited pool must not count on theirs."""
     seen: list[int] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        seen.append(pool.stats().in_use_bytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    pool = BufferPool(allocate, limit_bytes=8192)
+    pool = BufferPool(noting(lambda _: seen.append(pool.stats().in_use_bytes)), limit_bytes=8192)
     freed: list[None] = []
     pool.on_free(lambda: freed.append(None))
     pool.reserve("us", {"forward": [4096, 2048]})
@@ -173,12 +174,7 @@ def test_slabs_that_are_being_made_are_in_use() -> None:
 
 def test_slabs_have_the_least_size() -> None:
     sizes: list[int] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        sizes.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    pool = BufferPool(allocate, slab_bytes=2**20)
+    pool = BufferPool(noting(lambda memory: sizes.append(memory.nbytes())), slab_bytes=2**20)
     buffers = [pool.acquire(nbytes) for nbytes in (1000, 300_000, 2**21, 5000)]
     assert sizes == [2**20 + ALIGNMENT_BYTES, 2**21 + ALIGNMENT_BYTES]
     assert len({buffer.slab.data_ptr() for buffer in buffers}) == 2

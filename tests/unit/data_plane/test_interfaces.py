@@ -21,6 +21,9 @@ from distca.apps.train.settings import ServiceSettings
 from tests.support.errors import refused
 from trainer_client import SessionOptions
 
+SHAPE = parse_shape("8:2:64:float32")
+node = functools.partial(NodeSettings, control_plane="cp:7700", profile_shapes=(SHAPE,))
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_rows_are_exchanged_at_the_interfaces_first_address() -> None:
-    node = NodeSettings(
-        control_plane="cp:7700",
-        profile_shapes=(parse_shape("8:2:64:float32"),),
-        data_host="10.1.0.7",
-        data_interface="net1",
-    )
-    assert (node.rows_host, node.data_host) == ("192.168.9.7", "10.1.0.7")
+    settings = node(data_host="10.1.0.7", data_interface="net1")
+    assert (settings.rows_host, settings.data_host) == ("192.168.9.7", "10.1.0.7")
     assert DoctorSettings(data_interface="net1").rows_host == "192.168.9.7"
     assert DoctorSettings(data_host="10.1.0.7").rows_host == "10.1.0.7"
 
@@ -70,13 +68,11 @@ def test_a_machine_whose_name_has_no_address_needs_an_option(
 
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    shape = parse_shape("8:2:64:float32")
     with refused():
-        NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
+        node()
     with refused():
-        SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=shape)
-    given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
-    assert given.data_host == "127.0.0.1"
+        SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=SHAPE)
+    assert node(data_host="127.0.0.1").data_host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["node..example", "n" * 64])
@@ -90,9 +86,8 @@ def test_a_text_that_can_be_no_name_is_refused_like_one_that_is_unknown(host: st
 
 
 def test_an_empty_data_host_is_refused_and_not_taken_for_all_interfaces() -> None:
-    shapes = (parse_shape("8:2:64:float32"),)
     for settings in (
-        functools.partial(NodeSettings, control_plane="cp:7700", profile_shapes=shapes),
+        node,
         DoctorSettings,
         functools.partial(ServiceSettings, control_plane="cp:7700", run_dir=Path("runs/a")),
     ):
@@ -123,11 +118,10 @@ def test_where_the_name_is_loopback_it_is_the_address_towards_the_control_plane(
         "data_plane.interfaces.source_ip",
         {"10.1.0.1": "10.1.0.7"}.get,  # no route to 1.2.3.4
     )
-    shape = parse_shape("8:2:64:float32")
     where = "nowhere:7700,1.2.3.4:7700,cp:7700"
     job: dict[str, Any] = {"job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
-    assert NodeSettings(control_plane=where, profile_shapes=(shape,)).data_host == "10.1.0.7"
-    assert SessionOptions(control_plane=where, shape=shape, **job).data_host == "10.1.0.7"
+    assert node(control_plane=where).data_host == "10.1.0.7"
+    assert SessionOptions(control_plane=where, shape=SHAPE, **job).data_host == "10.1.0.7"
     train = functools.partial(ServiceSettings, run_dir=Path("run"))
     assert train(control_plane=where).rows_host == "10.1.0.7"
     assert train(control_plane=where, one_host=True).rows_host == "127.0.0.1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,23 +37,11 @@ from distca.contract.codec import (
 )
 from distca.v1 import plan_pb2, profile_pb2
 from tests.support.plan_slices import for_rank, for_server
+from tests.support.planning_cases import assert_equal
 from tests.support.service_harness import rotating_plan
 from tests.support.strategies import plans, rank_manifests
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=192, head_dim_v=128, dtype="float16")
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    """Equality of dataclasses with arrays inside."""
-    assert type(left) is type(right)
-    if isinstance(left, np.ndarray):
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(left, right)
-    elif is_dataclass(left):
-        for field in fields(left):
-            assert_equal(getattr(left, field.name), getattr(right, field.name))
-    else:
-        assert left == right
 
 
 def profile() -> CostProfile:

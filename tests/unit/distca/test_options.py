@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
@@ -12,7 +13,7 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from data_plane.transport import TransportName
 from distca.apps.train.settings import (
@@ -50,6 +51,12 @@ class Wall:
     width: Annotated[float, typer.Option(help="In metres.")]
 
 
+def invoked(command: Callable[..., None], arguments: list[str]) -> Result:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, arguments)
+
+
 def run(arguments: list[str]) -> tuple[int, str, list[tuple[Paint, Wall]]]:
     received: list[tuple[Paint, Wall]] = []
 
@@ -57,9 +64,7 @@ def run(arguments: list[str]) -> tuple[int, str, list[tuple[Paint, Wall]]]:
     def command(paint: Paint, wall: Wall) -> None:
         received.append((paint, wall))
 
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, arguments)
+    result = invoked(command, arguments)
     return result.exit_code, result.output, received
 
 
@@ -134,9 +139,7 @@ def build_house(*arguments: str) -> House | None:
     def command(house: House) -> None:
         received.append(house)
 
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, ["--width=3", *arguments])
+    result = invoked(command, ["--width=3", *arguments])
     if result.exit_code == 0:
         return received[0]
     assert result.exit_code == 2, result.output
@@ -221,9 +224,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
     ) -> None:
         received.extend((service, data, model, training, plan, integrity))
 
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, as_arguments(*settings))
+    result = invoked(command, as_arguments(*settings))
     assert result.exit_code == 0, result.output
     assert tuple(received) == settings
     same = [

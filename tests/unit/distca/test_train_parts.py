@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PlanServer
 from distca.apps.report.measurements import StepMeasurements, tick_imbalance
 from distca.apps.train.ranks import (
     check_agreement,
@@ -24,7 +23,7 @@ from distca.apps.train.verify import Verifier, relative_difference
 from distca.contract.codec import plan_to_proto
 from distca.errors import RanksDisagreeError, SettingsError
 from distca.v1 import jobs_pb2
-from tests.support.service_harness import SHAPE, linear_profile, rotating_plan
+from tests.support.service_harness import SHAPE, planning_server, rotating_plan
 
 TINY = ModelSettings(hidden_size=16, layers=1, heads=4, kv_heads=2)
 CPU = torch.device("cpu")
@@ -158,10 +157,7 @@ def test_imbalance_adds_the_slowest_of_every_tick() -> None:
 def step_response(*server_ids: str) -> jobs_pb2.GetStepResponse:
     """A step of documents of 8 and 4 rows, of which these servers have reported."""
     manifests = [RankManifest.from_lengths(3, rank, [[8 - 4 * rank]]) for rank in range(2)]
-    servers = [
-        PlanningServer(server=PlanServer(name, None, "h:1"), host="h", profile=linear_profile())
-        for name in "ab"
-    ]
+    servers = [*map(planning_server, "ab")]
     plan = rotating_plan(Manifest.merge(manifests, 2), servers, SHAPE, PlanningOptions())
     return jobs_pb2.GetStepResponse(
         plan=plan_to_proto(plan, "job"),

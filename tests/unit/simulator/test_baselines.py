@@ -23,10 +23,19 @@ from tests.support.planning_cases import PROFILE
 from tests.unit.simulator.cases import K, documents, flat_profile, setup
 
 
-def test_equal_documents_make_plain_packing_perfect() -> None:
-    of = setup(4)
-    lengths = np.full(16, 4 * K)
-    assert plain_packing(of, lengths) == pytest.approx(balanced_seconds(of, lengths))
+@pytest.mark.parametrize(
+    ("n_ranks", "method", "lengths"),
+    [
+        (4, plain_packing, np.full(16, 4 * K)),
+        # A document that fits nowhere is cut evenly.
+        (3, repacked, np.full(4, 12 * K)),
+    ],
+)
+def test_equal_documents_make_packing_perfect(
+    n_ranks: int, method: Callable[[Setup, Int64Array], float], lengths: Int64Array
+) -> None:
+    of = setup(n_ranks)
+    assert method(of, lengths) == pytest.approx(balanced_seconds(of, lengths))
 
 
 def test_one_long_document_makes_its_rank_the_straggler() -> None:
@@ -75,13 +84,6 @@ def test_more_freedom_is_never_slower(n_stages: int, n_microbatches: int) -> Non
         assert seconds == sorted(seconds, reverse=True)
 
 
-def test_a_document_that_fits_nowhere_is_cut_evenly() -> None:
-    """Four equal documents on three ranks."""
-    of = setup(3)
-    lengths = np.full(4, 12 * K)
-    assert repacked(of, lengths) == pytest.approx(balanced_seconds(of, lengths))
-
-
 def test_context_parallelism_divides_attention_and_pays_for_the_gather() -> None:
     of = setup(4)
     lengths = np.array([16 * K, 1 * K])
@@ -111,14 +113,7 @@ def test_the_sweep_takes_the_best_group() -> None:
     assert best_context_parallel(of, lengths) == min(every)
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        plain_packing,
-        repacked,
-        balanced_seconds,
-    ],
-)
+@pytest.mark.parametrize("seconds", [plain_packing, repacked, balanced_seconds])
 def test_gradients_add_the_same_to_every_method(
     seconds: Callable[[Setup, Int64Array], float],
 ) -> None:

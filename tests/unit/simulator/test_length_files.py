@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -15,12 +16,6 @@ from distca.apps.simulator.length_files import read_lengths
 from tests.support.errors import refused
 
 
-def test_text_has_one_number_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("12\n\n 7 \n")
-    assert read_lengths(path).lengths.tolist() == [12, 7]
-
-
 def test_jsonl_takes_numbers_token_lists_and_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
@@ -31,19 +26,6 @@ def test_jsonl_takes_numbers_token_lists_and_texts(tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "é" * 5}) + "\n")
     found = read_lengths(path, bytes_per_token=4)
     assert (found.lengths.tolist(), found.estimated) == ([3], True)
-
-
-def test_a_lone_surrogate_is_three_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "\\ud800abc"}\n')
-    assert read_lengths(path, bytes_per_token=1).lengths.tolist() == [6]
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.txt", "12\n"), ("a.jsonl", '{"length": 12}\n')])
-def test_a_byte_order_mark_is_left_out(tmp_path: Path, name: str, content: str) -> None:
-    path = tmp_path / name
-    path.write_text(content, encoding="utf-8-sig")
-    assert read_lengths(path).lengths.tolist() == [12]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +45,6 @@ def test_parquet_takes_numbers_token_lists_and_texts(
     assert (found.lengths.tolist(), found.estimated) == (lengths, estimated)
 
 
-def test_numpy_holds_lengths_or_bounds(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, np.array([5, 3], dtype=np.uint32))
-    assert read_lengths(path).lengths.tolist() == [5, 3]
-    np.save(path, np.array([0, 5, 8]))
-    assert read_lengths(path).lengths.tolist() == [5, 3]
-
-
 def megatron_index(sequences: list[int], bounds: list[int]) -> bytes:
     return (
         b"MMIDIDX\x00\x00"
@@ -81,10 +55,33 @@ def megatron_index(sequences: list[int], bounds: list[int]) -> bytes:
     )
 
 
-def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
-    path = tmp_path / "a.idx"
-    path.write_bytes(megatron_index([4, 6, 5], [0, 2, 3]))
-    assert read_lengths(path).lengths.tolist() == [10, 5]
+def npy(*numbers: int) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array(numbers, dtype=np.uint32))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lengths"),
+    [
+        ("a.txt", b"12\n\n 7 \n", [12, 7]),
+        # A byte order mark is left out.
+        ("a.txt", b"\xef\xbb\xbf12\n", [12]),
+        ("a.jsonl", b'\xef\xbb\xbf{"length": 12}\n', [12]),
+        # A lone surrogate is three bytes.
+        ("a.jsonl", b'{"text": "\\ud800abc"}\n', [6]),
+        # Lengths or bounds.
+        ("a.npy", npy(5, 3), [5, 3]),
+        ("a.npy", npy(0, 5, 8), [5, 3]),
+        # Sums of sequences.
+        ("a.idx", megatron_index([4, 6, 5], [0, 2, 3]), [10, 5]),
+    ],
+)
+def test_lengths_of_every_kind_of_file(
+    tmp_path: Path, name: str, content: bytes, lengths: list[int]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert read_lengths(tmp_path / name, bytes_per_token=1).lengths.tolist() == lengths
 
 
 def _npy_with_header(text: str) -> bytes:

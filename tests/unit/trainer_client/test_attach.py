@@ -91,9 +91,7 @@ def test_halves_of_rows_take_turns(loop: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("loop", ["plain", "dropped", "checkpoints", "lora"])
-def test_calls_of_several_ticks_train_as_with_local_attention(
-    loop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_several_ticks_train_too(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "head_groups", 2)
     LOOPS[loop](Run())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.process_groups import process_group
 from trainer_client import SessionError, defer_weights
 from trainer_client.pipelines.deferred_weights import DeferredWeights
 
@@ -176,13 +174,8 @@ def test_without_gradients_it_is_the_same_layer(given: Given) -> None:
         assert torch.equal(other(inputs[0]), plain(inputs[0]))
 
 
-@pytest.fixture
-def alone(tmp_path: Any) -> Iterator[None]:
-    with process_group(tmp_path):
-        yield
-
-
-def test_replicas_by_ddp_are_refused(alone: None) -> None:
+@pytest.mark.usefixtures("alone")
+def test_replicas_by_ddp_are_refused() -> None:
     replicated = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(SessionError):
         defer_weights(nn.Sequential(replicated))

@@ -43,7 +43,7 @@ CASES = {
     "prefixes, shorter first": [[1, 2], [1, 2, 3, 4], [1], [1, 2, 3, 4, 5], [1, 2, 3, 9]],
     "prefixes, longer first": [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 9], [1, 2]],
     "unlike prompts": [[1, 2, 3], [4, 2, 3], [1, 2, 9], [4, 2, 8, 8], [7]],
-    "300 children": grown(2, 300),
+    "100 children": grown(2, 100),
     **{f"depth {depth}": grown(depth, 3 if depth < 5 else 2, depth) for depth in range(1, 6)},
 }
 
