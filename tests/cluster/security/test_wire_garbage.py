@@ -43,6 +43,9 @@ from tests.support.team import StepResult, Team
 MUTATIONS = int(os.environ.get("DISTCA_WIRE_MUTATIONS", "1000"))
 """Inputs at each port."""
 
+LINES = 5
+"""At each port side by side: most of the time they wait for answers that do not come."""
+
 _ANSWER_SECONDS = 10.0
 _LEAVE_SECONDS = 0.2
 _BETWEEN_STEPS_SECONDS = 0.5
@@ -175,7 +178,7 @@ def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Clus
     manifests = [RankManifest.from_lengths(0, 0, [[40, 9], [64]])]
     with (
         Team(running, 1, NODE_SHAPE, placement="pool", planner="steady") as team,
-        ThreadPoolExecutor(len(ports)) as pool,
+        ThreadPoolExecutor(LINES * len(ports)) as pool,
     ):
         undisturbed = team.run(manifests)
         for target in ports.values():
@@ -184,8 +187,11 @@ def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Clus
         attacks = Attacks(
             pool,
             [
-                partial(attack, partial(send, target), traffic[name], MUTATIONS, name)
+                partial(
+                    attack, partial(send, target), traffic[name], MUTATIONS // LINES, f"{name} {n}"
+                )
                 for name, target in ports.items()
+                for n in range(LINES)
             ],
         )
         steps = [team.run(manifests)]
@@ -193,7 +199,7 @@ def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Clus
             steps.append(team.run(manifests))
             time.sleep(_BETWEEN_STEPS_SECONDS)
         steps.append(team.run(manifests))
-    assert attacks.sent() == MUTATIONS * len(ports)
+    assert attacks.sent() == MUTATIONS // LINES * LINES * len(ports)
     for step in steps:
         assert_same_bits(step, undisturbed)
     assert [
@@ -242,29 +248,32 @@ def test_a_job_trains_on_while_garbage_comes_in_and_instead_of_tls(
     ports = tls_ports(secure)
     outside = recorded_traffic(ports, files.for_client())
     inside = recorded_traffic({name: open_ports(running)[name] for name in ports})
-    insiders = {name: Insider(target, files) for name, target in ports.items()}
-    with team(secure, placement="pool") as trains, ThreadPoolExecutor(2 * len(ports)) as pool:
+    insiders = [
+        (name, Insider(target, files)) for name, target in ports.items() for _ in range(LINES)
+    ]
+    each = MUTATIONS // 2 // LINES
+    with team(secure, placement="pool") as trains, ThreadPoolExecutor(2 * len(insiders)) as pool:
         trains.check(manifests())
         attacks = Attacks(
             pool,
             [
-                partial(attack, say, words, MUTATIONS // 2, name)
-                for name, target in ports.items()
+                partial(attack, say, words, each, f"{name} {n}")
+                for n, (name, insider) in enumerate(insiders)
                 for say, words in (
-                    (partial(send, target), outside[name]),
-                    (insiders[name].send, inside[name]),
+                    (partial(send, ports[name]), outside[name]),
+                    (insider.send, inside[name]),
                 )
             ],
         )
         seed = 1
         while attacks.under_way:
             result = trains.check(manifests(), seed=seed)
-            assert [each.recoveries for each in result.running] == [0, 0]
+            assert [step.recoveries for step in result.running] == [0, 0]
             seed += 1
             time.sleep(_BETWEEN_STEPS_SECONDS)
         trains.check(manifests(), seed=seed)
-    assert attacks.sent() == MUTATIONS // 2 * 2 * len(ports)
-    assert [each.handshakes for each in insiders.values()] == [MUTATIONS // 2] * len(insiders)
+    assert attacks.sent() == 2 * each * len(insiders)
+    assert [insider.handshakes for _, insider in insiders] == [each] * len(insiders)
     assert all(process.popen.poll() is None for process in secure.processes)
     # The ports take calls as before.
     assert recorded_traffic(ports, files.for_client())
