@@ -14,6 +14,7 @@ from core_attention.kernels.launcher import LauncherError
 from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.shape import AttentionShape, format_shape
+from data_plane.device_memory import Driver
 from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.surroundings import Surroundings
 from distca.contract.timeouts import default_seconds
@@ -57,6 +58,14 @@ def check_gpu(around: Surroundings) -> Iterable[CheckFinding]:
         )
         return
     yield _describe_gpu(index)
+    yield judge_fabric(Driver.of(index).fabric_obstacle)
+
+
+def judge_fabric(obstacle: str) -> CheckFinding:
+    """Shows how far NVLink carries buffers; ``obstacle`` is that of ``Driver``."""
+    if obstacle:
+        return passed(f"buffers have no fabric handle, NVLink ends at this host: {obstacle}")
+    return passed("buffers have fabric handles, for NVLink to other hosts of its domain")
 
 
 def _no_gpu(*, driver_there: bool) -> CheckFinding:

@@ -222,7 +222,7 @@ def test_a_device_that_gives_no_memory_costs_one_rank_its_connection(
 
     def refuse_after_reply(nbytes: int) -> PooledBuffer:
         if first.puts and not first.closed:
-            raise DriverError("cuMemAlloc_v2: unspecified launch failure (CUresult 719)")
+            raise DriverError("cuMemAlloc_v2", "unspecified launch failure", 719)
         return acquire(nbytes)
 
     monkeypatch.setattr(harness.pool, "acquire", refuse_after_reply)
