@@ -34,6 +34,7 @@
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 9 minutes
 #   make test-others  scripts and loops of TRL, accelerate, Lightning, verl and DeepSpeed, unchanged; 15 minutes
+#   make test-newest  those two, kernels and gradients, with the newest releases of all frameworks; an hour
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, fifty random schedules, a million malformed inputs, larger models; hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
@@ -64,7 +65,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
+.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -167,6 +168,32 @@ $(OTHERS)/.installed: $(INSTALLED) tests/cluster/others/requirements.txt
 	  --requirement tests/cluster/others/requirements.txt
 	@$(OTHERS)/bin/pip install --quiet --no-deps "verl>=0.9"
 	@touch $@
+
+# Whatever pyproject.toml asks for at most: it is to be seen early what a release breaks.
+NEWEST := .venv-newest
+NEWEST_OF := torch torchtitan megatron-core transformers trl accelerate peft lightning deepspeed numpy
+NEWEST_LOG := build/newest.log
+
+test-newest: SHELL := /bin/bash
+test-newest:
+	@rm -rf $(NEWEST); mkdir -p $(dir $(NEWEST_LOG))
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) TORCH=torch install
+	@$(NEWEST)/bin/python -m pip install --quiet --requirement tests/cluster/others/requirements.txt
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade --extra-index-url $(TORCH_INDEX) $(NEWEST_OF)
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade --no-deps verl
+	@$(NEWEST)/bin/python -m pip list > $(NEWEST_LOG)
+	@set -o pipefail; $(NEWEST)/bin/python -m pytest tests/unit/core_attention \
+	  tests/service/trainer_client/test_parity.py tests/cluster/frameworks tests/cluster/others \
+	  $(PYTEST) | tee -a $(NEWEST_LOG)
+
+# One issue for all weeks, until somebody closes it. RUN is the address of the run.
+NEWEST_TITLE := The newest releases do not all run
+
+report-newest:
+	@{ echo "$(RUN)"; echo '```'; tail --lines=150 $(NEWEST_LOG); echo '```'; } > $(NEWEST_LOG).md
+	@open=$$(gh issue list --search 'in:title "$(NEWEST_TITLE)"' --json number --jq '.[0].number') \
+	  && if [ -n "$$open" ]; then gh issue comment "$$open" --body-file $(NEWEST_LOG).md; \
+	  else gh issue create --title "$(NEWEST_TITLE)" --body-file $(NEWEST_LOG).md; fi
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13,nixl-cu13]"
@@ -374,4 +401,4 @@ $(DEMO_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(OTHERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(OTHERS) $(NEWEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
