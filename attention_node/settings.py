@@ -91,8 +91,8 @@ class NodeSettings(ClientTls):
     metrics_port: int = option(0, "Port of /metrics; 0: any free one.")
     transport: str = option(
         TransportName.AUTO,
-        "auto (what suits this machine's devices), ucxx or nixl; the same for all processes of a "
-        "job.",
+        "auto (what suits this machine's devices), ucxx, nixl or nixl:libfabric; the same for all "
+        "processes of a job.",
     )
     one_host: bool = option(
         False,

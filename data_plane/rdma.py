@@ -45,10 +45,9 @@ class RdmaPort:
     def active(self) -> bool:
         return "ACTIVE" in self.state
 
-    @property
-    def is_mlx5(self) -> bool:
-        """A ConnectX or BlueField device of NVIDIA."""
-        return (self.driver or self.device).startswith("mlx5")
+    def driver_is(self, family: str) -> bool:
+        """Returns whether it is of a family of devices, for example ``"mlx5"``, NVIDIA's."""
+        return (self.driver or self.device).startswith(family)
 
     @property
     def name(self) -> str:

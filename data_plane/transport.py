@@ -31,12 +31,14 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class TransportName(StrEnum):
-    """The library that moves the bytes; the same in all processes of a job. ``auto`` stands for one
-    of the others, as ``data_plane.transports.resolve_transport`` chooses."""
+    """The library that moves the bytes, and its back end where it has several; the same in all
+    processes of a job. ``auto`` stands for ucxx or nixl, as
+    ``data_plane.transports.resolve_transport`` chooses."""
 
     AUTO = "auto"
     UCXX = "ucxx"
     NIXL = "nixl"
+    LIBFABRIC = "nixl:libfabric"
 
 
 def check_transport(name: str) -> TransportName:

@@ -11,6 +11,8 @@ from data_plane.transport import TransportName
 from data_plane.transport_facts import INSTALL_NIXL, TransportFacts
 
 _PREFERRED: Final = (TransportName.UCXX, TransportName.NIXL)
+_DRIVERS: Final = {TransportName.NIXL: "mlx5", TransportName.LIBFABRIC: "efa"}
+"""The devices that nixl's back ends carry, by their drivers' names."""
 
 _INSTALL_UCXX: Final = "pip install 'distca[ucxx-cu13]' (or ucxx-cu12)"
 _NO_DEVICE: Final = (
@@ -42,7 +44,7 @@ class TransportChoice:
     """The transport of a process.
 
     Attributes:
-        name: ucxx or nixl.
+        name: of the transport, not auto.
         reason: why, in words.
         rdma: rows travel over RDMA.
         obstacles: what keeps them from the RDMA devices that are there; empty if nothing does,
@@ -87,7 +89,7 @@ def choose_transport(
     theirs = " and ".join(sorted(peers))
     possible = [name for name in sorted(peers) if name in facts.installed]
     if not possible:
-        advice = INSTALL_NIXL if TransportName.NIXL in peers else _INSTALL_UCXX
+        advice = _INSTALL_UCXX if TransportName.UCXX in peers else INSTALL_NIXL
         raise ImportError(f"the servers of the pool use {theirs}, which is not installed: {advice}")
     return _follow(possible[0], own, facts, one_host=one_host)
 
@@ -95,7 +97,7 @@ def choose_transport(
 def named_transport(
     name: TransportName, facts: TransportFacts, *, one_host: bool
 ) -> TransportChoice:
-    """The choice for ``name``, ucxx or nixl, that somebody has given. ucxx by name is how TCP is
+    """The choice for ``name``, not auto, that somebody has given. ucxx by name is how TCP is
     asked for where there are RDMA devices."""
     choice = TransportChoice(name=name, reason="it was given by name")
     if one_host or not facts.ports or facts.left_out_by:
@@ -179,9 +181,15 @@ def _of_library(facts: TransportFacts, name: TransportName) -> tuple[Obstacle, .
     if not installed:
         return (Obstacle("nixl is not installed", INSTALL_NIXL),)
     ports = [port for port in facts.wanted_ports if port.opens] or facts.wanted_ports
-    if ports and not any(port.is_mlx5 for port in ports):
+    if ports and not any(port.driver_is(_DRIVERS[name]) for port in ports):
         drivers = ", ".join(sorted({port.driver or port.device for port in ports}))
-        return (Obstacle(f"nixl has drivers for mlx5 alone, not for {drivers}", _SYSTEM_UCX),)
+        is_efa = any(port.driver_is(_DRIVERS[TransportName.LIBFABRIC]) for port in ports)
+        return (
+            Obstacle(
+                f"{name} has drivers for {_DRIVERS[name]} alone, not for {drivers}",
+                f"give --transport={TransportName.LIBFABRIC}" if is_efa else _SYSTEM_UCX,
+            ),
+        )
     return ()
 
 
@@ -201,6 +209,6 @@ def _can_use(facts: TransportFacts, name: TransportName) -> str:
 
 def _shown(facts: TransportFacts, name: TransportName) -> str:
     ports: Iterable[RdmaPort] = (port for port in facts.wanted_ports if port.opens)
-    if name is TransportName.NIXL:
-        ports = (port for port in ports if port.is_mlx5)
+    if name in _DRIVERS:
+        ports = (port for port in ports if port.driver_is(_DRIVERS[name]))
     return ", ".join(str(port) for port in ports)

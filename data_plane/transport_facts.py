@@ -58,7 +58,7 @@ class TransportFacts:
 
     ports: tuple[RdmaPort, ...] = ()
     locked_bytes: int | None = None
-    installed: frozenset[TransportName] = frozenset({TransportName.UCXX, TransportName.NIXL})
+    installed: frozenset[TransportName] = frozenset(TransportName) - {TransportName.AUTO}
     ucxx_has_verbs: bool = False
     ucx_tls: str | None = None
     ucx_net_devices: str | None = None
@@ -98,7 +98,11 @@ def transport_facts(
     """
     environ = os.environ if environ is None else environ
     ports = rdma_ports(root)
-    packages = {TransportName.UCXX: ("ucxx",), TransportName.NIXL: NIXL_PACKAGES}
+    packages = {
+        TransportName.UCXX: ("ucxx",),
+        TransportName.NIXL: NIXL_PACKAGES,
+        TransportName.LIBFABRIC: NIXL_PACKAGES,
+    }
     installed = frozenset(
         transport
         for transport, names in packages.items()

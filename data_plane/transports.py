@@ -24,22 +24,17 @@ class _Loaded:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._name: TransportName | None = None
-
-    @property
-    def name(self) -> TransportName | None:
-        """The one that is loaded."""
-        return self._name
+        self.name: TransportName | None = None
 
     def claim(self, name: TransportName) -> None:
         """Raises RuntimeError if another one was loaded before."""
         with self._lock:
-            if self._name not in (None, name):
+            if self.name not in (None, name):
                 raise RuntimeError(
-                    f"this process has opened the {self._name} transport and cannot open {name}: "
+                    f"this process has opened the {self.name} transport and cannot open {name}: "
                     "each brings a UCX of its own"
                 )
-            self._name = name
+            self.name = name
 
 
 _LOADED = _Loaded()
@@ -92,12 +87,20 @@ def open_transport(
     _announce(choice)
     if metrics is not None:
         metrics.transport_chosen(choice)
-    if choice.name is TransportName.NIXL:
+    if choice.name is not TransportName.UCXX:
+        from data_plane.nixl.libfabric import LibfabricTransport
         from data_plane.nixl.settings import NixlSettings
         from data_plane.nixl.transport import NixlTransport
 
-        return NixlTransport(
-            NixlSettings(device=device, one_host=one_host, data_host=data_host), metrics
+        over_libfabric = choice.name is TransportName.LIBFABRIC
+        return (LibfabricTransport if over_libfabric else NixlTransport)(
+            NixlSettings(
+                device=device,
+                one_host=one_host,
+                data_host=data_host,
+                backend="LIBFABRIC" if over_libfabric else "UCX",
+            ),
+            metrics,
         )
     from data_plane.ucxx.settings import UcxxSettings
     from data_plane.ucxx.transport import UcxxTransport

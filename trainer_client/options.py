@@ -76,8 +76,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         data_host: address of this machine that other ranks reach; ``"auto"``: what its name stands
             for, or where that is loopback the address towards the control plane.
         data_port: port of the in-place server; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
-            that of the pool's servers, or what suits this machine.
+        transport: ``"ucxx"``, ``"nixl"`` or ``"nixl:libfabric"``, the same on every rank and
+            server; ``"auto"`` takes that of the pool's servers, or what suits this machine.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         replace: opening ends a live job of the name in which the rank has no place.
         collective_timeout_seconds: how long the ranks wait for each other in a collective of

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from data_plane.nixl.settings import NixlSettings
+from data_plane.nixl.settings import LIBFABRIC, LIBFABRIC_NEEDS, NixlSettings
 from data_plane.process_sockets import listening_ports
 from data_plane.transport_facts import INSTALL_NIXL, NIXL_PACKAGES
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 HOST: Final = -1
 """A number in place of a GPU's index."""
 
-_BACKEND = "UCX"
 _ENVIRONMENT_LOCK = threading.Lock()
 
 
@@ -51,13 +50,16 @@ def import_nixl() -> Any:
 
 def nixl_errors(library: Any) -> tuple[type[Exception], ...]:
     """The exceptions of its calls: classes with no base of their own, and RuntimeError."""
-    bindings = importlib.import_module(f"{library.__name__}._bindings")
     classes = [
         value
-        for value in vars(bindings).values()
+        for value in vars(_bindings(library)).values()
         if isinstance(value, type) and issubclass(value, Exception)
     ]
     return (*classes, RuntimeError)
+
+
+def _bindings(library: Any) -> Any:
+    return importlib.import_module(f"{library.__name__}._bindings")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,29 +86,36 @@ class NixlAgent:
     """One agent of the library. For the owner thread, but for its creation.
 
     Args:
-        settings: devices and UCX options.
+        settings: back end, devices and UCX options.
 
     Attributes:
-        ports: TCP ports that its UCX has opened; another thread of the process may have opened one
-            of them meanwhile.
+        ports: TCP ports that its back end has opened; another thread of the process may have opened
+            one of them meanwhile.
+        arrived: notices of peers' writes that are complete here.
     """
 
     def __init__(self, settings: NixlSettings) -> None:
         library = import_nixl()
         self.errors = nixl_errors(library)
-        config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._backends = [settings.backend]
+        # Agents over libfabric greet each other, whatever the owner threads wait for.
+        drives_itself = settings.backend == LIBFABRIC
+        config = library.nixl_agent_config(enable_prog_thread=drives_itself, backends=[])
         before = listening_ports()
         # Unique: peers tell agents apart by name.
         self._agent = library.nixl_agent(f"distca-{uuid.uuid4().hex}", config)
         options = settings.context_options()
         with _in_environment(options):
             try:
-                self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": "peer"})
+                own = {} if drives_itself else {"ucx_error_handling_mode": "peer"}
+                self._agent.create_backend(settings.backend, own)
             except self.errors as error:
+                needs = LIBFABRIC_NEEDS if drives_itself else f"with UCX options {options}"
                 raise RuntimeError(
-                    f"nixl did not start with UCX options {options}: {error}"
+                    f"nixl did not start {settings.backend}: {error}; {needs}"
                 ) from error
         self.ports = listening_ports() - before
+        self.arrived: set[bytes] = set()
         self._remote_names: dict[bytes, str] = {}
         self._retired: list[tuple[int, int]] = []
 
@@ -114,9 +123,11 @@ class NixlAgent:
         """Registers a slab, 1-D uint8."""
         begin, nbytes = slab.data_ptr(), slab.numel()
         handle = self._agent.register_memory(
-            [(begin, nbytes, slab.device.index or 0, "")], _memory_kind(slab.is_cuda), [_BACKEND]
+            [(begin, nbytes, slab.device.index or 0, "")],
+            _memory_kind(slab.is_cuda),
+            self._backends,
         )
-        metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
+        metadata = self._agent.get_partial_agent_metadata(handle, True, self._backends)
         logger.debug("registered %d bytes", nbytes)
         return RegisteredSlab(
             self, begin, begin + nbytes, metadata, handle, storage=slab.untyped_storage()
@@ -126,7 +137,7 @@ class NixlAgent:
         """Deregisters a slab that its pool has let go of."""
         self._retired.append((region.begin, region.end))
         try:
-            self._agent.deregister_memory(region.handle, [_BACKEND])
+            self._agent.deregister_memory(region.handle, self._backends)
         except self.errors as error:
             logger.warning("nixl did not deregister %d bytes: %s", region.end - region.begin, error)
 
@@ -136,8 +147,28 @@ class NixlAgent:
         end = begin + slab.numel()
         return any(first < end and begin < last for first, last in self._retired)
 
+    @property
+    def introduction(self) -> bytes:
+        """The metadata by which another agent can :meth:`meet` this one."""
+        no_memory = _bindings(import_nixl()).nixlRegDList(self._agent.nixl_mems["DRAM"])
+        return bytes(self._agent.get_partial_agent_metadata(no_memory, True, self._backends))
+
+    def meet(self, metadata: bytes) -> str:
+        """Loads a peer's metadata, unless it has been before; returns its name."""
+        name = self._remote_names.get(metadata)
+        if name is None:
+            loaded = self._agent.add_remote_agent(metadata)
+            name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+            self._remote_names[metadata] = name
+        return name
+
     def write(
-        self, source: torch.Tensor, metadata: bytes, address: int, device_index: int
+        self,
+        source: torch.Tensor,
+        metadata: bytes,
+        address: int,
+        device_index: int,
+        notice: bytes = b"",
     ) -> NixlWrite:
         """Prepares a write of ``source``, in registered memory, to a peer's registered memory.
 
@@ -146,12 +177,9 @@ class NixlAgent:
             metadata: of the peer's region.
             address: where the bytes go.
             device_index: of the GPU that the address belongs to, or HOST.
+            notice: comes to the peer's ``arrived`` behind the bytes.
         """
-        name = self._remote_names.get(metadata)
-        if name is None:
-            loaded = self._agent.add_remote_agent(metadata)
-            name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
-            self._remote_names[metadata] = name
+        name = self.meet(metadata)
         nbytes = source.numel()
         local = [(source.data_ptr(), nbytes, source.device.index or 0)]
         remote = [(address, nbytes, max(device_index, 0))]
@@ -160,8 +188,8 @@ class NixlAgent:
             self._agent.get_xfer_descs(local, _memory_kind(source.is_cuda)),
             self._agent.get_xfer_descs(remote, _memory_kind(device_index != HOST)),
             name,
-            b"",
-            [_BACKEND],
+            notice,
+            self._backends,
         )
         return NixlWrite(self._agent, handle)
 
@@ -179,7 +207,8 @@ class NixlAgent:
 
     def progress(self) -> None:
         """Lets peers' writes to this process go on, where the network needs its help."""
-        self._agent.get_new_notifs([_BACKEND])
+        for notices in self._agent.get_new_notifs(self._backends).values():
+            self.arrived.update(notices)
 
 
 class NixlWrite:
@@ -212,32 +241,30 @@ class NixlMemory:
     Args:
         settings: of the agents.
         run_soon: runs something on the owner thread; callable from any thread.
+
+    Attributes:
+        agent: the one in force.
     """
 
     def __init__(self, settings: NixlSettings, run_soon: Callable[[Callable[[], None]], None]):
         self._settings = settings
         self._run_soon = run_soon
-        self._agent = NixlAgent(settings)
-        self._ports = self._agent.ports
+        self.agent = NixlAgent(settings)
+        self._ports = self.agent.ports
         self._on_ports: Callable[[frozenset[int]], None] = lambda ports: None
         self._registered: dict[int, _Registered] = {}
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions of the library."""
-        return self._agent.errors
 
     def region(self, slab: torch.Tensor) -> RegisteredSlab:
         """The registration of ``slab``, made now if there is none.
 
         Raises:
-            Exception: one of ``errors``.
+            Exception: one of the agent's ``errors``.
         """
         key, address = id(slab), slab.data_ptr()
         registered = self._registered.get(key)
         # Another slab may have the id of one that died a moment ago.
         if registered is not None and registered.region.begin == address:
-            if registered.region.agent is self._agent:
+            if registered.region.agent is self.agent:
                 return registered.region
             registered.region = self._register(slab)
             return registered.region
@@ -252,21 +279,13 @@ class NixlMemory:
         self._on_ports = on_ports
         on_ports(self._ports)
 
-    def progress(self) -> None:
-        """Lets the agent in force notice what has happened to its connections."""
-        self._agent.progress()
-
-    def forget_dead(self, metadata: bytes) -> None:
-        """See ``NixlAgent.forget_dead``."""
-        self._agent.forget_dead(metadata)
-
     def _register(self, slab: torch.Tensor) -> RegisteredSlab:
-        if self._agent.knows_otherwise(slab):
+        if self.agent.knows_otherwise(slab):
             logger.info("memory was given back and comes again: a new nixl agent takes over")
-            self._agent = NixlAgent(self._settings)
-            self._ports |= self._agent.ports
+            self.agent = NixlAgent(self._settings)
+            self._ports |= self.agent.ports
             self._on_ports(self._ports)
-        return self._agent.register(slab)
+        return self.agent.register(slab)
 
     def _forget(self, key: int, registered: _Registered) -> None:
         if self._registered.get(key) is registered:

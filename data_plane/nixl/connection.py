@@ -27,7 +27,7 @@ from data_plane.nixl.agent import HOST, RegisteredSlab
 from data_plane.nixl.link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl.worker import NixlWorker
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
-from data_plane.transport import PeerLost, PeerReset, TransportError
+from data_plane.transport import PeerLost, PeerReset, TransportError, TransportName
 
 if TYPE_CHECKING:
     import socket
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT_NAME: Final = "nixl"
-
-_PLACE = struct.Struct("!BQ")
+PLACE = struct.Struct("!BQ")
 _OFFER = struct.Struct("!BQIQQi")
 _SIZE = struct.Struct("!BQQ")
 _NUMBER = struct.Struct("!I")
@@ -47,7 +45,7 @@ _PEER_DIED: Final = "the peer died or closed it"
 
 
 @dataclass(frozen=True)
-class _RemoteOffer:
+class RemoteOffer:
     """The place where the peer wants the bytes of a message."""
 
     region: int
@@ -77,7 +75,7 @@ class NixlConnection(BaseConnection):
         link: the socket's two directions.
     """
 
-    transport_name: ClassVar[str] = TRANSPORT_NAME
+    transport_name: ClassVar[str] = TransportName.NIXL
     worker: NixlWorker
 
     def __init__(
@@ -95,7 +93,7 @@ class NixlConnection(BaseConnection):
         self._advertised: dict[Place, _Advertised] = {}
         self._sent_regions: dict[RegisteredSlab, int] = {}
         self._remote_regions: dict[int, bytes] = {}
-        self._remote_offers: defaultdict[Place, deque[_RemoteOffer]] = defaultdict(deque)
+        self._remote_offers: defaultdict[Place, deque[RemoteOffer]] = defaultdict(deque)
         self._remote_offer_count = 0
         self._waiting_puts: defaultdict[Place, deque[PostedTransfer]] = defaultdict(deque)
         self._waiting_skips: set[Place] = set()
@@ -130,7 +128,7 @@ class NixlConnection(BaseConnection):
             return
         try:
             region = self._region_of(transfer) if transfer.nbytes else None
-        except self.worker.memory.errors as error:
+        except self.worker.memory.agent.errors as error:
             self._fail_with(f"memory cannot be registered: {error}", "is it plain memory?")
             return
         address, device_index = 0, HOST
@@ -200,9 +198,9 @@ class NixlConnection(BaseConnection):
         if self._take_remote_offer(place) is None:
             self._waiting_skips.add(place)
         else:
-            self.link.send(FrameKind.SKIP, _PLACE.pack(*place))
+            self.link.send(FrameKind.SKIP, PLACE.pack(*place))
 
-    def _take_remote_offer(self, place: Place) -> _RemoteOffer | None:
+    def _take_remote_offer(self, place: Place) -> RemoteOffer | None:
         """The peer's oldest offer for ``place``; None if there is none."""
         offers = self._remote_offers.get(place)
         if not offers:
@@ -221,10 +219,10 @@ class NixlConnection(BaseConnection):
         else:
             self._write(transfer, offer)
 
-    def _take_offer_frame(self, place: Place, offer: _RemoteOffer) -> None:
+    def _take_offer_frame(self, place: Place, offer: RemoteOffer) -> None:
         if place in self._waiting_skips:
             self._waiting_skips.discard(place)
-            self.link.send(FrameKind.SKIP, _PLACE.pack(*place))
+            self.link.send(FrameKind.SKIP, PLACE.pack(*place))
             return
         waiting = self._waiting_puts.get(place)
         if waiting:
@@ -245,7 +243,7 @@ class NixlConnection(BaseConnection):
                 )
             )
 
-    def _write(self, transfer: PostedTransfer, offer: _RemoteOffer) -> None:
+    def _write(self, transfer: PostedTransfer, offer: RemoteOffer) -> None:
         place = (transfer.channel, transfer.tag)
         if transfer.nbytes != offer.nbytes:
             # The receiver raises, and closes the connection: that ends the put.
@@ -253,20 +251,30 @@ class NixlConnection(BaseConnection):
             self.link.send(FrameKind.SIZE, _SIZE.pack(*place, transfer.nbytes))
             return
         if transfer.nbytes == 0:
-            self.link.send(FrameKind.DONE, _PLACE.pack(*place))
+            self.link.send(FrameKind.DONE, PLACE.pack(*place))
             self._end(transfer, None)
             return
         try:
             agent = self._region_of(transfer).agent
             metadata = self._remote_regions[offer.region]
-            write = agent.write(transfer.buffer.tensor, metadata, offer.address, offer.device_index)
-        except self.worker.memory.errors as error:
+            write = agent.write(
+                transfer.buffer.tensor,
+                metadata,
+                offer.address,
+                offer.device_index,
+                self._notice(place),
+            )
+        except self.worker.memory.agent.errors as error:
             self._waiting_puts[place].append(transfer)
             self._fail_with(f"cannot write: {type(error).__name__}: {error}")
             return
-        self.link.send(FrameKind.BEGIN, _PLACE.pack(*place))
+        self.link.send(FrameKind.BEGIN, PLACE.pack(*place))
         self._moving.add(transfer)
         self.worker.write(write, transfer, lambda error: self._on_written(transfer, error))
+
+    def _notice(self, place: Place) -> bytes:
+        """The notice behind the bytes for ``place``; empty where a write that is done is there."""
+        return b""
 
     def _on_written(self, transfer: PostedTransfer, error: Exception | None) -> None:
         self._moving.discard(transfer)
@@ -278,7 +286,7 @@ class NixlConnection(BaseConnection):
             self._fail_with(f"connection lost: {type(error).__name__}: {error}")
             self._end(transfer, self._later_error())
             return
-        self.link.send(FrameKind.DONE, _PLACE.pack(transfer.channel, transfer.tag))
+        self.link.send(FrameKind.DONE, PLACE.pack(transfer.channel, transfer.tag))
         self._end(transfer, None)
 
     # The link
@@ -299,22 +307,24 @@ class NixlConnection(BaseConnection):
                 self._remote_regions[number] = payload[_NUMBER.size :]
             case FrameKind.OFFER:
                 channel, tag, *where = _OFFER.unpack(payload)
-                offer = _RemoteOffer(*where)
+                offer = RemoteOffer(*where)
                 if offer.nbytes and offer.region not in self._remote_regions:
                     raise BadFrame(f"an offer in region {offer.region}, which is not known")
                 self._take_offer_frame((channel, tag), offer)
             case FrameKind.BEGIN:
-                self._take_begin(_PLACE.unpack(payload))
+                self._take_begin(PLACE.unpack(payload))
             case FrameKind.DONE:
-                self._take_done(_PLACE.unpack(payload))
+                self._take_done(PLACE.unpack(payload))
             case FrameKind.SIZE:
                 channel, tag, nbytes = _SIZE.unpack(payload)
                 self._take_size((channel, tag), nbytes)
             case FrameKind.SKIP:
-                self._take_skip(_PLACE.unpack(payload))
+                self._take_skip(PLACE.unpack(payload))
             case FrameKind.CONTROL:
                 (operation,) = _NUMBER.unpack_from(payload)
                 self._take_control(operation, payload[_NUMBER.size :])
+            case _:
+                raise BadFrame(f"{kind.name}, which UCX has no use for")
 
     def _on_bad(self, bad: ValueError) -> None:
         if self._on_bad_greeting is not None and not self.greeted:
@@ -352,7 +362,7 @@ class NixlConnection(BaseConnection):
             self._advertised = {}
         if died and not self._moving:
             for metadata in self._remote_regions.values():
-                self.worker.memory.forget_dead(metadata)
+                self.worker.memory.agent.forget_dead(metadata)
         self._finish_link()
 
     def _fail_with(self, message: str, hint: str = _PEER_DIED) -> None:

@@ -41,6 +41,8 @@ class FrameKind(IntEnum):
     SIZE = 5
     CONTROL = 6
     SKIP = 7
+    AGENT = 8
+    MET = 9
 
 
 class BadFrame(ValueError):

@@ -1,6 +1,6 @@
 """The nixl transport: listening, connecting and closing.
 
-nixl carries RDMA (InfiniBand, RoCE, EFA) in its wheel, and writes straight into the offered buffer.
+nixl carries RDMA (InfiniBand, RoCE) in its wheel, and writes straight into the offered buffer.
 IPv4 only, as the ucxx transport.
 """
 
@@ -18,7 +18,7 @@ from data_plane.connector import Connector
 from data_plane.handshake import HandshakeFailure
 from data_plane.interfaces import ipv4_of, own_addresses
 from data_plane.listening_address import accept_only_from
-from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
+from data_plane.nixl.connection import NixlConnection
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.worker import NixlWorker
 from data_plane.proof import Ends
@@ -72,10 +72,10 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport."""
         self._require_open(f"{host}:{port}")
-        ip = local_ip(host, port, TRANSPORT_NAME)
+        ip = local_ip(host, port, self.name)
         if self._listener is not None:
             raise TransportError(
-                "this transport listens already", transport=TRANSPORT_NAME, peer=f"{host}:{port}"
+                "this transport listens already", transport=self.name, peer=f"{host}:{port}"
             )
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -100,7 +100,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             link = socket.create_connection((ip, address.port), seconds, self._source)
             ends = _ends(client=link.getsockname(), server=link.getpeername())
         except OSError as error:
-            raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
+            raise connect_failed(address, f"{error}", self.name) from error
         self._worker.submit(
             lambda: connector.greet(
                 self._open_connection(link, str(address)),
@@ -117,7 +117,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._silent_sockets.watch(dict.fromkeys(ports, has_sent_a_message))
         # An agent connects to itself, and says so only when it is driven.
         self._worker.call_at(
-            time.monotonic() + _CONNECTED_SECONDS, lambda: self._worker.memory.progress()
+            time.monotonic() + _CONNECTED_SECONDS, lambda: self._worker.memory.agent.progress()
         )
 
     def _admit(self, host: str) -> None:
@@ -138,7 +138,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     def _on_silent_ended(self, cause: HandshakeFailure) -> None:
         super()._on_silent_ended(cause)
         # Else nixl's UCX would not close the descriptor before the next message.
-        self._worker.submit(lambda: self._worker.memory.progress())
+        self._worker.submit(lambda: self._worker.memory.agent.progress())
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -191,7 +191,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         )
 
     def _open_connection(self, link: socket.socket, peer: str) -> NixlConnection:
-        connection = NixlConnection(
+        connection = self.connection_type(
             self._worker,
             link,
             peer,

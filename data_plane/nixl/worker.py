@@ -150,7 +150,7 @@ class NixlWorker(OwnerThread):
         try:
             if not entry.write.done():
                 return False
-        except self.memory.errors as caught:
+        except self.memory.agent.errors as caught:
             error = caught
         self._guard(lambda: entry.on_complete(error))
         return True

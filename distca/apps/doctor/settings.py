@@ -49,7 +49,7 @@ class DoctorSettings:
         "Network interface whose IPv4 address others reach, for example net1, instead of "
         "--data-host.",
     )
-    transport: str = option(TransportName.AUTO, "auto, ucxx or nixl.")
+    transport: str = option(TransportName.AUTO, "auto, ucxx, nixl or nixl:libfabric.")
     one_host: bool = option(
         False,
         "Whether trainers and servers share this machine, and its shared memory.",

@@ -68,12 +68,13 @@ def check_ucx(around: Surroundings) -> Iterable[CheckFinding]:
         yield failed("there is no transport to try", "mend what check transport says first")
         return
     try:
-        version = _nixl_version() if name is TransportName.NIXL else _ucx_version()
+        version = _ucx_version() if name is TransportName.UCXX else _nixl_version()
     except (ImportError, OSError):
+        library = name.partition(":")[0]
         yield failed(
-            f"{name} cannot be imported",
-            f"install extra {name}-cu12 or {name}-cu13 (distca[{name}-cu13]); both work without a "
-            "GPU",
+            f"{library} cannot be imported",
+            f"install extra {library}-cu12 or {library}-cu13 (distca[{library}-cu13]); both work "
+            "without a GPU",
         )
         return
     yield passed(version)

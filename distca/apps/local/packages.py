@@ -19,7 +19,7 @@ def check_packages(transport: TransportName) -> None:
     needed = [module for module, extras in EXTRAS.items() if _OF_PROCESSES & {*extras}]
     missing = [module for module in needed if find_spec(module) is None]
     brought_by = ["trainer", "node"] if missing else []
-    if transport is not TransportName.NIXL and not _has_transport(transport):
+    if transport in (TransportName.AUTO, TransportName.UCXX) and not _has_transport(transport):
         missing.append("ucxx")
         brought_by.extend(EXTRAS["ucxx"])
     if missing:

@@ -240,6 +240,9 @@ imagePullSecrets:
 {{- if and (gt (int .gpus) 0) (not .root.Values.gpu.dra.enabled) }}{{ $_ := set $list .root.Values.gpu.resourceName (int .gpus) }}{{ end }}
 {{- if .root.Values.rdma.enabled }}
 {{- $_ := set $list .root.Values.rdma.resourceName (mul .root.Values.rdma.count (default 1 .servers)) }}
+{{- with .root.Values.rdma.hugepagesMiB }}
+{{- $_ := set $list "hugepages-2Mi" (printf "%dMi" (mul . (default 1 $.servers))) }}
+{{- end }}
 {{- end }}
 {{- toYaml $list }}
 {{- end }}

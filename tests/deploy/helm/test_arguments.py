@@ -195,7 +195,7 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
             "attentionNode.connectSeconds=90",
             "attentionNode.drainSeconds=45",
             "attentionNode.ports.data=9000",
-            "transport=nixl",
+            "transport=nixl:libfabric",
         ),
         "server-0",
     )
@@ -213,7 +213,7 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
     assert (settings.connect_seconds, settings.drain_seconds) == (90, 45)
     assert str(settings.certificate_file) == "/etc/distca/tls/tls.crt"
     assert not settings.one_host
-    assert settings.transport == "nixl"
+    assert settings.transport == "nixl:libfabric"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The nixl transport against the suite: over shared memory, over TCP, and on GPU memory."""
+"""nixl against the suite: over shared memory, TCP and libfabric, and on GPU memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from data_plane.buffer_pool import BufferAllocator, device_allocator
+from data_plane.nixl.agent import NixlAgent
+from data_plane.nixl.libfabric import LibfabricTransport
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.transport import NixlTransport
 from data_plane.transport import PeerReset, Transport
@@ -18,6 +20,10 @@ def over_shared_memory() -> NixlTransport:
 
 def over_tcp() -> NixlTransport:
     return NixlTransport(NixlSettings())
+
+
+def over_libfabric() -> NixlTransport:
+    return LibfabricTransport(NixlSettings(backend="LIBFABRIC"))
 
 
 def on_gpu() -> NixlTransport:
@@ -41,6 +47,23 @@ class TestNixlOverTcp(NixlConformance):
 
     def make_transport(self) -> Transport:
         return over_tcp()
+
+
+class TestNixlOverLibfabric(NixlConformance):
+    """Over its TCP, where there is no EFA: the same calls of nixl."""
+
+    peer_factory = f"{__name__}:over_libfabric"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @staticmethod
+    def libfabric() -> None:
+        try:
+            NixlAgent(NixlSettings(backend="LIBFABRIC"))
+        except RuntimeError as error:
+            pytest.skip(str(error))
+
+    def make_transport(self) -> Transport:
+        return over_libfabric()
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from data_plane.ucxx.settings import UcxxSettings
 from tests.support.programs import ran_python
 from tests.support.rdma_machine import add_rdma_device
 
-UCXX, NIXL = TransportName.UCXX, TransportName.NIXL
+UCXX, NIXL, LIBFABRIC = TransportName.UCXX, TransportName.NIXL, TransportName.LIBFABRIC
 
 
 def port(device: str = "mlx5_0", *, driver: str = "mlx5_core", **changes: object) -> RdmaPort:
@@ -53,7 +53,7 @@ class TestRead:
     def test_roce_under_the_name_that_udev_gives(self, tmp_path: Path) -> None:
         add_rdma_device(tmp_path, "rocep24s0", link_layer="Ethernet", rate="100 Gb/sec (4X EDR)")
         (found,) = rdma_ports(tmp_path)
-        assert found.is_mlx5
+        assert found.driver_is("mlx5")
         assert str(found) == "rocep24s0:1 (Ethernet, 100 Gb/sec (4X EDR))"
 
     def test_a_container_sees_devices_that_it_may_not_open(self, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ class TestRead:
         assert not asked
         facts = transport_facts(add_rdma_device(tmp_path), {"UCX_TLS": "rc"})
         assert facts.ucxx_has_verbs == verbs
-        assert facts.installed == {UCXX, NIXL}
+        assert facts.installed == {UCXX, NIXL, LIBFABRIC}
         assert (facts.ucx_tls, facts.ucx_net_devices) == ("rc", None)
 
 
@@ -198,6 +198,28 @@ class TestPeers:
 
 
 class TestByName:
+    @pytest.mark.parametrize(
+        ("ports", "rdma", "advice"),
+        [
+            ((EFA,), True, ""),
+            ((port(), EFA), True, ""),
+            ((port(),), False, "UCX"),
+            ((), False, ""),
+        ],
+    )
+    def test_libfabric_is_for_efa(
+        self, ports: tuple[RdmaPort, ...], rdma: bool, advice: str
+    ) -> None:
+        choice = named_transport(LIBFABRIC, TransportFacts(ports=ports), one_host=False)
+        assert (choice.name, choice.rdma) == (LIBFABRIC, rdma)
+        assert advice in choice.advice
+        assert ("rdmap0s6:1" in choice.reason) is rdma
+
+    def test_efa_that_lies_idle_names_the_transport_for_it(self) -> None:
+        choice = choose_transport(TransportFacts(ports=(EFA,)), one_host=False)
+        assert choice.name is UCXX
+        assert "--transport=nixl:libfabric" in choice.advice
+
     def test_ucxx_with_verbs_uses_them(self) -> None:
         facts = TransportFacts(ports=(port(),), ucxx_has_verbs=True)
         assert named_transport(UCXX, facts, one_host=False).rdma

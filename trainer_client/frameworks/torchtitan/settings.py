@@ -33,7 +33,7 @@ class DistcaSettings:
     begin of a document near the middle.
     """
 
-    transport: Literal["auto", "ucxx", "nixl"] = "auto"
+    transport: Literal["auto", "ucxx", "nixl", "nixl:libfabric"] = "auto"
     """The transport of rows."""
 
     data_host: str | None = None
