@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks import greedy, planner_pipelines
 from control_plane.planner import balanced
-from control_plane.planner.forecast import pair_bytes
+from control_plane.planner.forecast import row_bytes
 from control_plane.planner.homes import plan_homes
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array
@@ -39,6 +39,7 @@ from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan, PlanServer
+from core_attention.routing import derive_routes
 from distca.apps.simulator.lengths import sample_lengths
 
 K = 1024
@@ -185,11 +186,13 @@ class Planned:
         """Most gigabytes that travel because of one rank's rows, both ways."""
         if len(servers) > MOST_SERVERS_WITH_PAIRS:
             return math.nan
-        shape = servers[0].profile.shape
-        requests, replies = pair_bytes(
-            self.plan.manifest, self.plan.forward, servers, shape, Phase.FORWARD, 0
-        )
-        return float((requests + replies).sum(axis=1).max()) / 1e9
+        per_row = row_bytes(servers[0].profile.shape, Phase.FORWARD)
+        moved = np.zeros(self.plan.manifest.n_ranks)
+        for (rank, at), route in derive_routes(self.plan.manifest, self.plan.forward, 0).items():
+            if servers[at].server.in_place_rank != rank:
+                moved[rank] += route.n_q_rows * (per_row.q_request + per_row.q_reply)
+                moved[rank] += route.n_kv_rows * per_row.kv_request
+        return float(moved.max()) / 1e9
 
 
 def measure(case: Case, seed: int, profile: CostProfile) -> Measurement:

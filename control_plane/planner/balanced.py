@@ -16,17 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from control_plane.planner import explain, full
-from control_plane.planner.bounds import limits_of, links_of, n_variants, rules_of
+from control_plane.planner.bounds import links_of, n_variants, rules_of
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.forecast import forecast_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
-from control_plane.planner.planning import (
-    PlanningOptions,
-    PlanningServer,
-    refuse_carried_keys,
-)
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.planner.side_by_side import threads
 from control_plane.planner.slots import plan_slots
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
@@ -58,8 +54,6 @@ def plan(
         return full.plan(manifest, servers, shape, options, epoch=epoch)
     if options.pipelining is not None:
         return plan_slots(manifest, servers, shape, options, epoch=epoch)
-    if options.max_process_bytes is not None:
-        refuse_carried_keys(manifest, "limits of bytes (max_process_bytes) do not count its keys")
     fleet = build_fleet(servers, manifest.n_ranks)
     links = links_of(servers, fleet, options)
     found = survey(manifest, fleet)
@@ -73,10 +67,10 @@ def plan(
         if manifest.shares_keys:
             counted = full.rows_and_bytes(manifest, tasks, servers, shape, phase)
             forecast = PhaseForecast(forecast.home_seconds, forecast.seconds, **counted)
-        explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
+        explain.check_capacity(servers, fleet, forecast)
         longest = [int(batch.home[0].longest.max()) for batch in batches]
         rules = rules_of(shape, phase, options)
-        verdict = explain.verdict(servers, outcomes, longest, options, rules, phase)
+        verdict = explain.verdict(servers, fleet, outcomes, longest, options, rules, phase)
         reason = explain.reason(servers, fleet, forecast, outcomes, options, phase, verdict)
         return _PhasePlan(tasks, forecast, verdict, reason)
 
@@ -119,7 +113,6 @@ def _plan_tasks(
 ) -> tuple[TaskTable, list[Outcome]]:
     """The tasks of ``phase``, and what happened in each nano-batch."""
     rules = rules_of(shape, phase, options)
-    limits = limits_of(fleet, shape, phase, options)
     all_cuts, outcomes = [], []
     for batch in batches:
         cuts, outcome = plan_phase(
@@ -127,14 +120,13 @@ def _plan_tasks(
             batch.home[PHASE_INDEX[phase]],
             fleet,
             rules,
-            limits,
             links,
             float(options.tolerance),
             n_variants(len(servers)),
             0.0,
         )
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
-            short = explain.what_is_short(manifest, servers, outcome, batch.low, options, rules)
+            short = explain.what_is_short(manifest, servers, outcome, batch.low, rules)
             raise PlanError(short)
         all_cuts.append(cuts)
         outcomes.append(outcome)

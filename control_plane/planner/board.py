@@ -41,33 +41,6 @@ class Segments(NamedTuple):
     first_of_document: Int64Array
 
 
-@compiled_leaf
-def first_part(segments: Segments, segment: int) -> int:
-    """The first segment of the document of ``segment``."""
-    return int(segments.first_of_document[segments.document[segment]])
-
-
-class Limits(NamedTuple):
-    """The capacity that a server or rank has left.
-
-    Attributes:
-        active: whether any limit was set; if not, the rest is not looked at.
-        rows: ``[n_servers]`` q plus k/v rows that a server can still hold.
-        sent_bytes, received_bytes: ``[n_ranks + n_servers]`` what a process may still send and
-            receive: first the ranks (with their in-place servers), then pool servers.
-        q_request, kv_request, q_reply, kv_reply: bytes per row.
-    """
-
-    active: bool
-    rows: Int64Array
-    sent_bytes: Float64Array
-    received_bytes: Float64Array
-    q_request: float
-    kv_request: float
-    q_reply: float
-    kv_reply: float
-
-
 SEGMENT, BEGIN, END, NEXT, SERVER = 0, 1, 2, 3, 3
 """Columns of ``Board.free`` (which has NEXT) and ``Board.chunks`` (which has SERVER)."""
 DOCUMENT, KEYS_END, NEXT_HELD = 0, 1, 2
@@ -92,6 +65,7 @@ class Board(NamedTuple):
         used: ``[5]`` free parts, chunks and held entries in use; the first free part that is what
             a cut left; how many segments ``server`` names.
         spent: ``[2]`` bytes moved by exports, and the same weighted by link.
+        rows: ``[n_servers]`` q plus k/v rows that a server can still hold, where any is limited.
     """
 
     load: Float64Array
@@ -105,6 +79,7 @@ class Board(NamedTuple):
     server: Int64Array
     used: Int64Array
     spent: Float64Array
+    rows: Int64Array
 
 
 FREE, CHUNKS, HELD, FIRST_REST, MOVED_WHOLE = 0, 1, 2, 3, 4
@@ -188,7 +163,6 @@ def add_chunk(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     segment: int,
     begin: int,
     end: int,
@@ -208,73 +182,15 @@ def add_chunk(
     board.spent[BYTES] += moved
     board.spent[COST] += moved * link
     board.load[server] += server_seconds(fleet, server, rules.phase, begin, end)
-    if limits.active:
-        charge(segments, fleet, limits, segment, begin, end, server, resident)
+    if fleet.is_limited:
+        board.rows[server] -= end - begin + max(end - resident, 0)
     if not all_of_it:
         hold(board, document, server, end)
 
 
 @compiled_leaf
-def process_of(fleet: Fleet, server: int) -> int:
-    """The index of a server's process in ``Limits``."""
-    rank = fleet.rank[server]
-    return rank if rank >= 0 else len(fleet.server_of_rank) + server
-
-
-@compiled_leaf
-def charge(
-    segments: Segments,
-    fleet: Fleet,
-    limits: Limits,
-    segment: int,
-    begin: int,
-    end: int,
-    server: int,
-    resident: int,
-) -> None:
-    """Takes a chunk's rows and bytes from what its processes may still hold and move."""
-    q, kv = end - begin, max(end - resident, 0)
-    limits.rows[server] -= q + kv
-    receiver, home = process_of(fleet, server), segments.rank[segment]
-    limits.received_bytes[receiver] -= q * limits.q_request + kv * limits.kv_request
-    limits.sent_bytes[receiver] -= q * limits.q_reply + kv * limits.kv_reply
-    limits.sent_bytes[home] -= q * limits.q_request
-    limits.received_bytes[home] -= q * limits.q_reply
-    for j in range(first_part(segments, segment), segment + 1):
-        rows = min(segments.end[j], end) - max(segments.begin[j], resident)
-        if rows > 0:
-            limits.sent_bytes[segments.rank[j]] -= rows * limits.kv_request
-            limits.received_bytes[segments.rank[j]] -= rows * limits.kv_reply
-
-
-@compiled_leaf
 def affordable(
-    segments: Segments,
-    fleet: Fleet,
-    limits: Limits,
-    segment: int,
-    begin: int,
-    end: int,
-    server: int,
-    resident: int,
+    board: Board, fleet: Fleet, begin: int, end: int, server: int, resident: int
 ) -> bool:
-    """Return whether every process that a chunk concerns can hold it and move its rows."""
-    if not limits.active:
-        return True
-    q, kv = end - begin, max(end - resident, 0)
-    if limits.rows[server] < q + kv:
-        return False
-    receiver = process_of(fleet, server)
-    if limits.received_bytes[receiver] < q * limits.q_request + kv * limits.kv_request:
-        return False
-    if limits.sent_bytes[receiver] < q * limits.q_reply + kv * limits.kv_reply:
-        return False
-    for j in range(first_part(segments, segment), segment + 1):
-        rows = max(min(segments.end[j], end) - max(segments.begin[j], resident), 0)
-        queries = q if j == segment else 0
-        rank = segments.rank[j]
-        if limits.sent_bytes[rank] < queries * limits.q_request + rows * limits.kv_request:
-            return False
-        if limits.received_bytes[rank] < queries * limits.q_reply + rows * limits.kv_reply:
-            return False
-    return True
+    """Return whether ``server`` can hold a chunk, having the keys ``[0, resident)`` anyway."""
+    return not fleet.is_limited or board.rows[server] >= end - begin + max(end - resident, 0)

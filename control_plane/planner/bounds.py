@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from control_plane.planner.board import Limits
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import REMEMBERED, Fleet
@@ -39,25 +38,6 @@ def rules_of(shape: AttentionShape, phase: Phase, options: PlanningOptions) -> C
         per_row.kv_request + per_row.kv_reply,
         options.min_forward_tokens if forward else options.min_backward_tokens,
         options.finest_cut_tokens,
-    )
-
-
-def limits_of(
-    fleet: Fleet, shape: AttentionShape, phase: Phase, options: PlanningOptions
-) -> Limits:
-    per_row = row_bytes(shape, phase)
-    n_processes = len(fleet.server_of_rank) + len(fleet.rank)
-    most = options.max_process_bytes
-    process_bytes = np.full(n_processes, np.inf if most is None else float(most))
-    return Limits(
-        active=most is not None or fleet.is_limited,
-        rows=fleet.capacity_rows,
-        sent_bytes=process_bytes,
-        received_bytes=process_bytes,
-        q_request=float(per_row.q_request),
-        kv_request=float(per_row.kv_request),
-        q_reply=float(per_row.q_reply),
-        kv_reply=float(per_row.kv_reply),
     )
 
 

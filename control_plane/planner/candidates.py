@@ -16,7 +16,6 @@ from control_plane.planner.board import (
     NEXT_HELD,
     SEGMENT,
     Board,
-    Limits,
     Segments,
 )
 from control_plane.planner.chunk import CutRules, begin_for_pairs, best_end, cheapest_end
@@ -114,7 +113,7 @@ class Market(NamedTuple):
     """The offers of senders to receivers.
 
     Attributes:
-        board, segments, fleet, limits, links: what there is, and where.
+        board, segments, fleet, links: what there is, and where.
         senders: who gives.
         cap: ``[n_servers]`` seconds of attention that each server may reach: what its base load
             leaves.
@@ -128,7 +127,6 @@ class Market(NamedTuple):
     board: Board
     segments: Segments
     fleet: Fleet
-    limits: Limits
     links: Links
     senders: Senders
     cap: Float64Array
@@ -144,7 +142,6 @@ def open_market(
     board: Board,
     segments: Segments,
     fleet: Fleet,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     work: Work,
@@ -155,7 +152,6 @@ def open_market(
         board,
         segments,
         fleet,
-        limits,
         links,
         no_senders(links),
         cap,

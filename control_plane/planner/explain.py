@@ -10,15 +10,13 @@ import numpy as np
 from control_plane.planner.chunk import SHORTEST_TOKENS, CutRules
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.phase import Outcome
 from control_plane.planner.planning import PlanningOptions, PlanningServer
-from core_attention.ca_task import Phase, TaskTable
+from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.pipelining import Pipelining
 from core_attention.plan import PROMISE, PhaseForecast, PlanVerdict, SlotForecast, imbalance
-from core_attention.shape import AttentionShape
 
 
 def over_target_load(outcome: Outcome, tolerance: float) -> float:
@@ -30,6 +28,7 @@ def over_target_load(outcome: Outcome, tolerance: float) -> float:
 
 def verdict(
     servers: Sequence[PlanningServer],
+    fleet: Fleet,
     outcomes: Sequence[Outcome],
     longest: Sequence[int],
     options: PlanningOptions,
@@ -52,17 +51,11 @@ def verdict(
             1.0 + options.tolerance + PROMISE
         ):
             worst = max(worst, PlanVerdict.INDIVISIBLE, key=_BY_WEIGHT.index)
-        elif _has_limits(servers, options):
+        elif fleet.is_limited:
             worst = max(worst, PlanVerdict.LIMITED, key=_BY_WEIGHT.index)
         else:
             worst = PlanVerdict.MISSED
     return worst
-
-
-def _has_limits(servers: Sequence[PlanningServer], options: PlanningOptions) -> bool:
-    if options.max_process_bytes is not None:
-        return True
-    return any(server.capacity_rows is not None for server in servers)
 
 
 _BY_WEIGHT = tuple(PlanVerdict)
@@ -127,7 +120,7 @@ def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, judged: 
             "no plan can keep it: the last queries of the longest document take longer on every "
             "server, however few of them run together"
         ),
-        PlanVerdict.LIMITED: "within the memory and byte limits that are set, no better was found",
+        PlanVerdict.LIMITED: "within the memory limits that are set, no better was found",
         PlanVerdict.MISSED: (
             "no better was found, neither with the cheapest pieces nor with pieces that fill all "
             "room"
@@ -177,7 +170,6 @@ def what_is_short(
     servers: Sequence[PlanningServer],
     outcome: Outcome,
     first_segment: int,
-    options: PlanningOptions,
     rules: CutRules,
 ) -> str:
     """The message of the error that no server can take some work."""
@@ -191,8 +183,8 @@ def what_is_short(
         return (
             f"server {server.server.server_id}: the tasks of its own rank {rank} need up to "
             f"{needed} q plus k/v rows, its capacity_rows is {server.capacity_rows}: {short}, and "
-            f"no other server can take enough of them{_byte_limit(options)}. Raise capacity_rows, "
-            "add servers, or pack fewer tokens"
+            f"no other server can take enough of them. Raise capacity_rows, add servers, or pack "
+            "fewer tokens"
         )
     segment = first_segment + outcome.stuck_segment
     document = int(manifest.segment_document[segment])
@@ -209,21 +201,13 @@ def what_is_short(
         )
     capacities = [s.capacity_rows for s in usable if s.capacity_rows is not None]
     if len(capacities) < len(usable):
-        return (
-            f"{what}: no server can take it{_byte_limit(options)}. Raise the limit or add servers"
-        )
+        return f"{what}: no server can take it. Add servers"
     needed = outcome.stuck_end + min(rules.min_tokens, outcome.stuck_end)
     return (
         f"{what}: its last queries need {needed} q plus k/v rows on one server, and none has as "
-        f"many left; capacity_rows is {max(capacities)} at most, {sum(capacities)} in all"
-        f"{_byte_limit(options)}. Raise it, add servers, or use shorter documents"
+        f"many left; capacity_rows is {max(capacities)} at most, {sum(capacities)} in all. Raise "
+        "it, add servers, or use shorter documents"
     )
-
-
-def _byte_limit(options: PlanningOptions) -> str:
-    if options.max_process_bytes is None:
-        return ""
-    return f" within max_process_bytes {options.max_process_bytes}"
 
 
 def _home_rows(manifest: Manifest, rank: int | None) -> int:
@@ -241,51 +225,15 @@ def _home_rows(manifest: Manifest, rank: int | None) -> int:
 
 
 def check_capacity(
-    servers: Sequence[PlanningServer],
-    fleet: Fleet,
-    forecast: PhaseForecast,
-    options: PlanningOptions,
-    manifest: Manifest,
-    tasks: TaskTable,
-    shape: AttentionShape,
-    phase: Phase,
+    servers: Sequence[PlanningServer], fleet: Fleet, forecast: PhaseForecast
 ) -> None:
-    """Checks the finished plan against the servers' memory and the byte limit."""
-    if fleet.is_limited:
-        rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
-        for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():
-            raise PlanError(
-                f"server {servers[at].server.server_id} would hold {rows[at]} q plus k/v rows, its "
-                f"capacity_rows is {servers[at].capacity_rows}: "
-                f"{rows[at] - fleet.capacity_rows[at]} rows short"
-            )
-    if options.max_process_bytes is not None:
-        for nano in range(manifest.n_nano_batches):
-            pairs = pair_bytes(manifest, tasks, servers, shape, phase, nano)
-            _check_bytes(servers, *pairs, options.max_process_bytes, phase)
-
-
-def _check_bytes(
-    servers: Sequence[PlanningServer],
-    requests: np.ndarray[tuple[int, int], np.dtype[np.int64]],
-    replies: np.ndarray[tuple[int, int], np.dtype[np.int64]],
-    most: int,
-    phase: Phase,
-) -> None:
-    n_ranks = len(requests)
-    sent = np.concatenate([requests.sum(axis=1), replies.sum(axis=0)])
-    received = np.concatenate([replies.sum(axis=1), requests.sum(axis=0)])
-    for i, server in enumerate(servers):
-        rank = server.server.in_place_rank
-        if rank is not None:
-            for total in (sent, received):
-                total[rank] += total[n_ranks + i]
-                total[n_ranks + i] = 0
-    for name, total in (("send", sent), ("receive", received)):
-        at = int(total.argmax())
-        if total[at] > most:
-            who = f"rank {at}" if at < n_ranks else servers[at - n_ranks].server.server_id
-            raise PlanError(
-                f"{who} would {name} {total[at]} bytes in a {phase} tick, max_process_bytes is "
-                f"{most}: documents that span ranks and ranks without a server need them; raise it"
-            )
+    """Checks the finished plan against the servers' memory."""
+    if not fleet.is_limited:
+        return
+    rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
+    for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():
+        raise PlanError(
+            f"server {servers[at].server.server_id} would hold {rows[at]} q plus k/v rows, its "
+            f"capacity_rows is {servers[at].capacity_rows}: "
+            f"{rows[at] - fleet.capacity_rows[at]} rows short"
+        )

@@ -17,7 +17,6 @@ from control_plane.planner.board import (
     END,
     SEGMENT,
     Board,
-    Limits,
     Segments,
     add_chunk,
     add_free,
@@ -85,7 +84,6 @@ def export_surplus(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     work: Work,
@@ -105,7 +103,7 @@ def export_surplus(
     Returns:
         By how many seconds the cap was raised; infinity if work is left that nobody can take.
     """
-    market = open_market(board, segments, fleet, limits, links, cap, work, variant)
+    market = open_market(board, segments, fleet, links, cap, work, variant)
     most_raised = min(4.0 * board.load.max(), give_up * cap.max())
     most_chunks = len(board.chunks)
     if math.isfinite(give_up):
@@ -246,7 +244,7 @@ def _take(
         if before + after >= seconds:
             # What is left would run so slowly that the sender has no less to do.
             return False
-        if affordable(segments, fleet, market.limits, segment, begin, end, receiver, resident):
+        if affordable(board, fleet, begin, end, receiver, resident):
             remove_free(board, rank, part)
             board.load[sender] += before + after - seconds
             if begin > low:
@@ -254,9 +252,7 @@ def _take(
             if end < high:
                 add_free(board, rank, segment, end, high)
             link = link_cost(market.links, rank, receiver)
-            add_chunk(
-                board, segments, fleet, rules, market.limits, segment, begin, end, receiver, link
-            )
+            add_chunk(board, segments, fleet, rules, segment, begin, end, receiver, link)
             return True
         room *= 0.5
         at_end = max(low + 0.7 * (at_end - low), float(low + rules.min_tokens))

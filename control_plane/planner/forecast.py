@@ -210,39 +210,6 @@ def to_forecast(
     )
 
 
-def pair_bytes(
-    manifest: Manifest,
-    tasks: TaskTable,
-    servers: Sequence[PlanningServer],
-    shape: AttentionShape,
-    phase: Phase,
-    nano_batch: int,
-) -> tuple[Int64Array, Int64Array]:
-    """Bytes between every rank and every server in one tick of ``nano_batch``.
-
-    Returns:
-        Two arrays ``[n_ranks, n_servers]``: the bytes of the requests (rank to server) and of the
-        replies (server to rank). A rank and its own in-place server exchange nothing.
-    """
-    fleet, per_row = build_fleet(servers, manifest.n_ranks), row_bytes(shape, phase)
-    q_moved = np.zeros((manifest.n_ranks, len(servers)), dtype=np.int64)
-    kv_moved = np.zeros_like(q_moved)
-    _add_pairs(
-        *_task_columns(tasks),
-        manifest.first_segment,
-        manifest.segment_document,
-        *_segment_columns(manifest),
-        carried_of(manifest),
-        manifest.document_nano_batch,
-        fleet,
-        nano_batch,
-        q_moved,
-        kv_moved,
-    )
-    requests = q_moved * per_row.q_request + kv_moved * per_row.kv_request
-    return requests, q_moved * per_row.q_reply + kv_moved * per_row.kv_reply
-
-
 def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64Array]:
     return manifest.segment_offset, manifest.segment_length, manifest.segment_rank
 
@@ -465,43 +432,3 @@ def _seconds_on(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> 
         return math.inf
     seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
     return seconds / float(fleet.speed[server])
-
-
-@compiled
-def _add_pairs(
-    document: Int64Array,
-    q_begin: Int64Array,
-    q_end: Int64Array,
-    server: Int64Array,
-    first_segment: Int64Array,
-    segment_document: Int64Array,
-    segment_offset: Int64Array,
-    segment_length: Int64Array,
-    segment_rank: Int64Array,
-    carried: Carried,
-    document_nano_batch: Int64Array,
-    fleet: Fleet,
-    nano_batch: int,
-    q_moved: Int64Array,
-    kv_moved: Int64Array,
-) -> None:
-    last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
-    segment = len(segment_document) - 1
-    for i in range(len(document) - 1, -1, -1):
-        d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
-        if document_nano_batch[d] != nano_batch:
-            continue
-        while segment_document[segment] > d or segment_offset[segment] > begin:
-            segment -= 1
-        if segment_rank[segment] != fleet.rank[s]:
-            q_moved[segment_rank[segment], s] += end - begin
-        if last_document[s] == d:
-            continue
-        last_document[s] = d
-        for j in range(first_segment[d], segment + 1):
-            if segment_rank[j] != fleet.rank[s]:
-                kv_moved[segment_rank[j], s] += min(segment_length[j], end - segment_offset[j])
-        if len(carried.first):
-            for j in range(carried.first[d], carried.first[d + 1]):
-                if carried.rank[j] != fleet.rank[s]:
-                    kv_moved[carried.rank[j], s] += carried.length[j]

@@ -59,7 +59,6 @@ def plan(
         tables[phase], reason = _plan_phase(manifest, servers, options, phase)
         forecasts[phase] = forecast(manifest, tables[phase], servers, shape, phase)
         reasons.append(f"{phase}: {reason}")
-        _check_bytes(servers, forecasts[phase], options, phase)
     return Plan(
         manifest=manifest,
         epoch=epoch,
@@ -270,20 +269,3 @@ def _home_seconds(
         cost = profile.seconds(manifest.segment_length[its], length[its], phase)
         np.add.at(seconds[:, rank], nano[its], cost / speed)
     return seconds
-
-
-def _check_bytes(
-    servers: Sequence[PlanningServer],
-    found: PhaseForecast,
-    options: PlanningOptions,
-    phase: Phase,
-) -> None:
-    most = options.max_process_bytes
-    for name, moved in (("receive", found.bytes_in), ("send", found.bytes_out)):
-        if most is not None and moved.size and int(moved.max()) > most:
-            server = int(np.unravel_index(int(moved.argmax()), moved.shape)[1])
-            raise PlanError(
-                f"server {servers[server].server.server_id} would {name} {int(moved.max())} bytes "
-                f"in a {phase} tick, and max_process_bytes is {most}: raise it, or shorten "
-                "documents"
-            )

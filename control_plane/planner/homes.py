@@ -44,13 +44,8 @@ TIGHT_SHARE = 0.25
 """Share of a rank's room from which a document counts as large."""
 SMALL_EXCESS = 0.02
 """Documents whose excess is below this share of a rank's room are fillers."""
-EXACT_DOCUMENTS = (64, 512)
-"""How many of the shortest documents are set aside to make nano-batches exactly equal; if those
-do not do, all are."""
 LONG_SHARE = 0.25
 """Share of a rank's seconds from which a document that is spread over ranks is laid in two rows."""
-MOST_EXACT_BITS = 1 << 32
-"""Bits that the search for an exact selection may hold."""
 ALIGNMENT_TOKENS = 128
 
 
@@ -88,62 +83,50 @@ def plan_homes(
         lengths: tokens of each document, in any order; document i gets the id i. They sum to
             ``n_ranks * tokens_per_rank``: cut or pad the last one.
         n_ranks: data-parallel ranks, each with an in-place server among ``servers``.
-        tokens_per_rank: rows of every rank, a multiple of ``n_nano_batches``.
+        tokens_per_rank: rows of every rank.
         servers: for the cost profile and the speeds.
         options: of the planner that will plan the step; the tolerance bounds the work of a rank.
-        n_nano_batches: each gets the same number of tokens on every rank.
+        n_nano_batches: each gets about the same number of tokens, as far as whole documents allow.
         cuts_documents: whether a document may begin in nano-batch 0 and go on in nano-batch 1, of
-            two. Then any documents do.
+            two. Then both get exactly the same number.
         step: copied into the manifests.
 
     Returns:
-        One manifest per rank: ``tokens_per_rank / n_nano_batches`` rows in every nano-batch.
+        One manifest per rank.
 
     Raises:
-        PlanError: the tokens do not add up, a rank has no server that runs, or no selection of
-            documents has exactly the tokens of a nano-batch.
+        PlanError: the tokens do not add up, or a rank has no server that runs.
     """
     length = np.asarray(lengths, dtype=np.int64)
     _check(length, n_ranks, tokens_per_rank, n_nano_batches)
     speed = _speeds(servers, n_ranks)
     profile = servers[0].profile
-    tokens = tokens_per_rank // n_nano_batches
-    if cuts_documents and n_nano_batches == 2:
-        nano_batches = _halves(length, n_ranks * tokens)
-    else:
-        nano_batches = [
-            [_Part(d, 0, int(length[d])) for d in documents]
-            for documents in _nano_batches(length, n_ranks * tokens)
-        ]
+    nano_batches = _nano_batches(
+        length, n_nano_batches, cuts=cuts_documents and n_nano_batches == 2
+    )
+    left = np.full(n_ranks, tokens_per_rank)
     packed: list[list[tuple[Segment, ...]]] = [[] for _ in range(n_ranks)]
     for parts in nano_batches:
-        ranks = _pack(parts, length, tokens, speed, profile, options)
-        for rank, held in enumerate(ranks):
+        rows = left
+        if parts is not nano_batches[-1]:
+            rows = (sum(end - begin for _, begin, end in parts) + np.arange(n_ranks)) // n_ranks
+        left = left - rows
+        ranks = _pack(parts, length, rows, speed, profile, options) if parts else []
+        for rank, held in enumerate(ranks or [_RankWants(0, 0.0)] * n_ranks):
             packed[rank].append(tuple(held.segments))
     return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(packed)]
 
 
 def _check(length: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int) -> None:
-    for name, value in (
-        ("n_ranks", n_ranks),
-        ("tokens_per_rank", tokens_per_rank),
-        ("n_nano_batches", n_nano_batches),
-    ):
-        if value < 1:
-            raise PlanError(f"{name} is {value}; it must be 1 or more")
-    if tokens_per_rank % n_nano_batches:
+    shortest = int(length.min(initial=1))
+    if min(n_ranks, tokens_per_rank, n_nano_batches, shortest) < 1:
         raise PlanError(
-            f"tokens_per_rank {tokens_per_rank} is not a multiple of n_nano_batches "
-            f"{n_nano_batches}; every nano-batch has the same number of tokens"
+            f"n_ranks is {n_ranks}, tokens_per_rank {tokens_per_rank}, n_nano_batches "
+            f"{n_nano_batches}, the shortest document {shortest}; each must be 1 or more"
         )
-    if length.size and length.min() < 1:
-        raise PlanError(f"lengths holds {length.min()}; a document has 1 token or more")
     total, wanted = int(length.sum()), n_ranks * tokens_per_rank
     if total != wanted:
-        raise PlanError(
-            f"the documents have {total} tokens, {n_ranks} ranks of {tokens_per_rank} hold "
-            f"{wanted}: {abs(total - wanted)} tokens too {'many' if total > wanted else 'few'}"
-        )
+        raise PlanError(f"the documents have {total} tokens; {n_ranks} ranks hold {wanted}")
 
 
 def _speeds(servers: Sequence[PlanningServer], n_ranks: int) -> Float64Array:
@@ -160,92 +143,29 @@ def _speeds(servers: Sequence[PlanningServer], n_ranks: int) -> Float64Array:
     return speed
 
 
-def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
-    """Documents of every nano-batch, each of exactly ``tokens`` tokens, work spread evenly."""
-    n = int(length.sum()) // tokens
-    order = np.argsort(-length, kind="stable").tolist()
-    if n == 1:
-        return [order]
-    searched = 0
-    for n_exact in (*EXACT_DOCUMENTS, len(order)):
-        n_large = max(len(order) - n_exact, 0)
-        chosen, missing = _spread(order[:n_large], length, n, tokens)
-        if max(missing) * (len(order) - n_large) > MOST_EXACT_BITS:
-            break
-        small, searched = order[n_large:], len(order) - n_large
-        for k in range(n - 1):
-            picked = _exact_subset([int(length[d]) for d in small], missing[k])
-            if picked is None:
-                break
-            chosen[k] += [d for d, taken in zip(small, picked, strict=True) if taken]
-            small = [d for d, taken in zip(small, picked, strict=True) if not taken]
-        else:
-            chosen[n - 1] += small
-            return chosen
-    among = "documents" if searched == len(order) else f"the {searched} shortest documents"
-    raise PlanError(
-        f"no selection of {among} gives each of {n} nano-batches exactly its {tokens} tokens; "
-        "allow cut documents (cuts_documents), one nano-batch, or more short documents"
-    )
-
-
-def _halves(length: Int64Array, tokens: int) -> list[list[_Part]]:
-    """Two nano-batches of exactly ``tokens`` tokens, longest documents first; at most one document
-    begins in the first and goes on in the second."""
-    order = np.argsort(-length, kind="stable").tolist()
-    chosen, missing = _spread(order, length, 2, tokens)
-    parts = [[_Part(d, 0, int(length[d])) for d in documents] for documents in chosen]
-    # The last document of a nano-batch that has too much began where tokens were missing, so it has
-    # more than what is too much; and so has the longest.
-    if missing[0] < 0:
-        document, _, end = parts[0][0]
-        cut = end + missing[0]
-        parts[0][0] = _Part(document, 0, cut)
-        parts[1].append(_Part(document, cut, end))
-    elif missing[1] < 0:
-        document, _, end = parts[1][0]
-        cut = -missing[1]
-        parts[0].append(_Part(document, 0, cut))
-        parts[1][0] = _Part(document, cut, end)
-    return [sorted(nano, key=lambda part: part.begin - part.end) for nano in parts]
-
-
-def _spread(
-    order: list[int], length: Int64Array, n: int, tokens: int
-) -> tuple[list[list[int]], list[int]]:
+def _nano_batches(length: Int64Array, n: int, *, cuts: bool) -> list[list[_Part]]:
     """Documents, longest first, each to the nano-batch that misses the most tokens."""
-    chosen: list[list[int]] = [[] for _ in range(n)]
-    missing = [tokens] * n
-    for document in order:
+    parts: list[list[_Part]] = [[] for _ in range(n)]
+    missing = [int(length.sum()) // n] * n
+    for document in np.argsort(-length, kind="stable").tolist():
         k = max(range(n), key=missing.__getitem__)
-        chosen[k].append(document)
+        parts[k].append(_Part(document, 0, int(length[document])))
         missing[k] -= int(length[document])
-    return chosen, missing
-
-
-def _exact_subset(lengths: list[int], wanted: int) -> list[bool] | None:
-    """The ``lengths`` that sum to exactly ``wanted``; None if no selection does."""
-    if wanted < 0:
-        return None
-    # Bit s of reachable[i]: the first i lengths can sum to s.
-    mask = (1 << (wanted + 1)) - 1
-    reachable = [1]
-    for value in lengths:
-        reachable.append((reachable[-1] | reachable[-1] << value) & mask)
-    if not reachable[-1] >> wanted & 1:
-        return None
-    taken = [False] * len(lengths)
-    for i in range(len(lengths) - 1, -1, -1):
-        if not reachable[i] >> wanted & 1:
-            taken[i] = True
-            wanted -= lengths[i]
-    return taken
+    if cuts and any(missing):
+        # The last document of a nano-batch that has too much began where tokens were missing, so it
+        # has more than what is too much; and so has the longest.
+        over = missing.index(min(missing))
+        document, _, end = parts[over].pop(0)
+        cut = missing[0] if over else end + missing[0]
+        parts[0].append(_Part(document, 0, cut))
+        parts[1].append(_Part(document, cut, end))
+    return [sorted(nano, key=lambda part: part.begin - part.end) for nano in parts]
 
 
 def _pack(
     parts: list[_Part],
     length: Int64Array,
-    tokens: int,
+    rows: Int64Array,
     speed: Float64Array,
     profile: CostProfile,
     options: PlanningOptions,
@@ -257,7 +177,7 @@ def _pack(
     ranks: list[_RankWants] = []
     for _ in range(PASSES):
         caps = total / float(speed.sum()) * speed * (1.0 + SHARE_OF_TOLERANCE * options.tolerance)
-        ranks = [_RankWants(tokens, float(cap)) for cap in caps]
+        ranks = [_RankWants(n, cap) for n, cap in zip(rows.tolist(), caps.tolist(), strict=True)]
         _pack_within(ranks, parts, seconds, length, profile, options)
         # Pieces run at other rates than whole documents: the second pass knows the true total.
         total = float(sum((cap - rank.seconds) for cap, rank in zip(caps, ranks, strict=True)))
@@ -275,15 +195,15 @@ def _pack_within(
     """Fills empty ``ranks``, which want tokens and seconds, with ``parts``."""
     lengths = np.array([part.end - part.begin for part in parts], dtype=np.int64)
     caps = np.array([rank.seconds for rank in ranks])
-    tokens = ranks[0].tokens
-    n_long, rho = _split_off_fillers(lengths, seconds, float(caps.mean()), tokens)
+    tokens = np.array([rank.tokens for rank in ranks])
+    n_long, rho = _split_off_fillers(lengths, seconds, float(caps.mean()), tokens.mean())
     overflow = OVERFLOW_OF_TOLERANCE * options.tolerance * float(caps.mean())
     wants = _Wants(
-        np.full(len(caps), tokens, dtype=np.int64),
+        tokens,
         caps - rho * tokens,
         rho,
         overflow,
-        TIGHT_SHARE * float(caps.mean() - rho * tokens),
+        TIGHT_SHARE * float(caps.mean() - rho * tokens.mean()),
     )
     shortest = max(options.min_forward_tokens, options.min_backward_tokens)
     for k in range(n_long):
@@ -294,7 +214,7 @@ def _pack_within(
 
 
 def _split_off_fillers(
-    lengths: Int64Array, seconds: Float64Array, cap: float, tokens: int
+    lengths: Int64Array, seconds: Float64Array, cap: float, tokens: float
 ) -> tuple[int, float]:
     """How many of the documents, longest first, are long, and rho of the others."""
     n_long = 0

@@ -11,7 +11,6 @@ from control_plane.planner.board import (
     NEXT,
     SEGMENT,
     Board,
-    Limits,
     Segments,
     add_chunk,
     add_free,
@@ -33,7 +32,6 @@ def relieve_memory(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     receives: BoolArray,
@@ -44,10 +42,10 @@ def relieve_memory(
         A server that cannot be relieved, because no other one can hold more; -1 if all are.
     """
     for s in range(len(cap)):
-        while limits.rows[s] < 0:
+        while board.rows[s] < 0:
             if fleet.rank[s] < 0 or board.used[CHUNKS] >= len(board.chunks):
                 return s
-            if not _give_away(board, segments, fleet, rules, limits, links, cap, receives, s):
+            if not _give_away(board, segments, fleet, rules, links, cap, receives, s):
                 return s
     return -1
 
@@ -58,14 +56,13 @@ def _give_away(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     receives: BoolArray,
     server: int,
 ) -> bool:
     """Exports the part that frees a missing row for the fewest bytes; False if none can go."""
-    rank, missing = fleet.rank[server], -limits.rows[server]
+    rank, missing = fleet.rank[server], -board.rows[server]
     best_cost, best_part, best_begin, best_to = np.inf, -1, 0, -1
     part = board.first_free[rank]
     while part >= 0:
@@ -78,7 +75,7 @@ def _give_away(
         freed = min(2 * (high - begin), missing)
         cost = (rules.q_bytes * (high - begin) + rules.kv_bytes * high) / freed
         if cost < best_cost:
-            to = _holder(board, segments, fleet, limits, cap, receives, server, part, begin)
+            to = _holder(board, segments, fleet, cap, receives, server, part, begin)
             if to >= 0:
                 best_cost, best_part, best_begin, best_to = cost, part, begin, to
         part = board.free[part, NEXT]
@@ -92,10 +89,10 @@ def _give_away(
         add_free(board, rank, segment, low, best_begin)
         board.load[server] += server_seconds(fleet, server, rules.phase, low, best_begin)
     link = link_cost(links, rank, best_to)
-    add_chunk(board, segments, fleet, rules, limits, segment, best_begin, high, best_to, link)
+    add_chunk(board, segments, fleet, rules, segment, best_begin, high, best_to, link)
     # The keys below stay needed by the rest of the document, if there is any.
     keys = high - best_begin if best_begin > low or low > 0 else high
-    limits.rows[server] += high - best_begin + keys
+    board.rows[server] += high - best_begin + keys
     return True
 
 
@@ -104,7 +101,6 @@ def _holder(
     board: Board,
     segments: Segments,
     fleet: Fleet,
-    limits: Limits,
     cap: Float64Array,
     receives: BoolArray,
     giver: int,
@@ -118,6 +114,6 @@ def _holder(
         if s == giver or not receives[s] or cap[s] - board.load[s] <= most:
             continue
         resident = resident_end(board, fleet, segments.document[segment], s)
-        if affordable(segments, fleet, limits, segment, begin, end, s, resident):
+        if affordable(board, fleet, begin, end, s, resident):
             found, most = s, cap[s] - board.load[s]
     return found

@@ -14,9 +14,7 @@ from control_plane.planner.board import (
     NEXT,
     SEGMENT,
     Board,
-    Limits,
     Segments,
-    first_part,
 )
 from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
 from control_plane.planner.fleet import Fleet
@@ -105,7 +103,7 @@ def _list_free(
 
 
 @compiled_inner
-def open_board(opening: Opening, work: Work, n_segments: int) -> Board:
+def open_board(opening: Opening, work: Work, fleet: Fleet, n_segments: int) -> Board:
     """The board before any export."""
     n_servers, n_given = len(work.load), len(opening.free)
     n_homeless = len(work.homeless)
@@ -124,6 +122,7 @@ def open_board(opening: Opening, work: Work, n_segments: int) -> Board:
         np.full(n_segments if n_homeless else 0, -1, dtype=np.int64),
         np.array([n_given, 0, 0, n_given, 0]),
         np.zeros(2),
+        fleet.capacity_rows.copy(),
     )
 
 
@@ -145,58 +144,18 @@ def _list_own(
 
 
 @compiled_inner
-def limits_after_home_work(
-    segments: Segments, fleet: Fleet, board: Board, limits: Limits, homeless: BoolArray
-) -> Limits:
-    """The limits less what the ranks' own tasks hold and fetch."""
-    if not limits.active:
-        return limits
-    rows, sent = limits.rows.copy(), limits.sent_bytes.copy()
-    received = limits.received_bytes.copy()
+def hold_home_work(segments: Segments, fleet: Fleet, board: Board, homeless: BoolArray) -> None:
+    """Takes the rows of the ranks' own tasks from what their servers can hold."""
     for i in range(len(segments.begin)):
         if homeless[segments.rank[i]]:
             continue
         server = fleet.server_of_rank[segments.rank[i]]
-        rows[server] -= segments.end[i] - segments.begin[i]
+        board.rows[server] -= segments.end[i] - segments.begin[i]
         if segments.whole[i]:
-            rows[server] -= segments.end[i]
+            board.rows[server] -= segments.end[i]
     for rank in range(len(fleet.server_of_rank)):
         server = fleet.server_of_rank[rank]
         for k in range(board.own_first[rank], board.own_first[rank + 1]):
             if board.own[k, DOCUMENT] < 0:
                 continue
-            rows[server] -= board.own[k, KEYS_END]
-    for i in range(len(segments.begin)):
-        # What home tasks fetch of their document's earlier segments; each rank's last segment
-        # of a document fetches it all.
-        rank = segments.rank[i]
-        if homeless[rank] or segments.whole[i] or not _is_last_own(board, segments, i):
-            continue
-        for j in range(first_part(segments, i), i):
-            other = segments.rank[j]
-            if other != rank:
-                keys = segments.end[j] - segments.begin[j]
-                sent[other] -= keys * limits.kv_request
-                received[other] -= keys * limits.kv_reply
-                received[rank] -= keys * limits.kv_request
-                sent[rank] -= keys * limits.kv_reply
-    return Limits(
-        True,
-        rows,
-        sent,
-        received,
-        limits.q_request,
-        limits.kv_request,
-        limits.q_reply,
-        limits.kv_reply,
-    )
-
-
-@compiled_inner
-def _is_last_own(board: Board, segments: Segments, segment: int) -> bool:
-    """Return whether no later segment of the same document is at home on the same rank."""
-    rank = segments.rank[segment]
-    for k in range(board.own_first[rank], board.own_first[rank + 1]):
-        if board.own[k, DOCUMENT] == segments.document[segment]:
-            return bool(board.own[k, KEYS_END] == segments.end[segment])
-    return False
+            board.rows[server] -= board.own[k, KEYS_END]

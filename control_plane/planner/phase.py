@@ -13,7 +13,6 @@ from control_plane.planner.board import (
     COST,
     MOVED_WHOLE,
     Board,
-    Limits,
     Segments,
 )
 from control_plane.planner.candidates import Variant
@@ -26,7 +25,7 @@ from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
 from control_plane.planner.opening import (
     Opening,
-    limits_after_home_work,
+    hold_home_work,
     open_board,
     prepare_opening,
 )
@@ -133,7 +132,6 @@ class Setting(NamedTuple):
     home: HomeWork
     fleet: Fleet
     rules: CutRules
-    limits: Limits
     links: Links
     tolerance: float
 
@@ -163,7 +161,6 @@ def plan_phase(
     home: HomeWork,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     tolerance: float,
     n_variants: int,
@@ -173,7 +170,6 @@ def plan_phase(
 
     Args:
         home: what they take in this phase at home.
-        limits: what each server and process may take, before any work is given to it.
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
         expected_ratio: ``Outcome.work_ratio`` of a plan of such work; 0 where there is none.
     """
@@ -186,7 +182,7 @@ def plan_phase(
     scale = expected_growth(work, fleet, rules) if is_unknown else expected_ratio
     searches = True
     for rung in _rungs(tolerance, has_rungs):
-        setting = Setting(segments, home, fleet, rules, limits, links, rung)
+        setting = Setting(segments, home, fleet, rules, links, rung)
         is_asked = rung == tolerance
         if rung < tolerance and not searches:
             # Where the search fails it fails at lower caps, too, and takes long for it.
@@ -205,7 +201,7 @@ def plan_phase(
             board, outcome = other_board, other
         if is_dear or math.isinf(other.raised):
             break
-    may_stay = outcome.n_chunks > 0 and len(work.homeless) == 0 and not limits.active
+    may_stay = outcome.n_chunks > 0 and len(work.homeless) == 0 and not fleet.is_limited
     if may_stay and _highest(work.load, work.base) <= outcome.busiest:
         # What moves relieves only servers that do not end last.
         nothing = np.empty((0, 4), dtype=np.int64)
@@ -305,7 +301,7 @@ def _plan_rung(
         way = Way(1, 0.0, True, np.inf)
         split_board, split = _split(setting, work, outcome.work_ratio, way)
     for waste in WASTES:
-        if _keeps(split) or setting.limits.active:
+        if _keeps(split) or setting.fleet.is_limited:
             break
         way = Way(1, 0.0, True, waste)
         other_board, other = _split(setting, work, split.work_ratio, way)
@@ -348,7 +344,7 @@ def _search(
     n = len(fleet.rank)
     n_shifts = MOST_SHIFTS if is_small else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
-    give_up = np.inf if setting.limits.active else GIVE_UP
+    give_up = np.inf if setting.fleet.is_limited else GIVE_UP
     way = Way(1, give_up, False, np.inf)
     # Who may come to give is looked up, and that takes long, only once someone has to.
     lowest = np.inf
@@ -429,7 +425,7 @@ def _challenge(
 @compiled_inner
 def _gives(setting: Setting, work: Work, scale: float) -> bool:
     """Return whether something may have to move."""
-    if setting.limits.active or len(work.homeless) > 0:
+    if setting.fleet.is_limited or len(work.homeless) > 0:
         return True
     target_load = target_load_of_growth(work, setting.fleet, scale)
     return _is_anyone_above(target_load * (1.0 + setting.tolerance), work, setting.fleet)
@@ -458,7 +454,7 @@ def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
     fleet = setting.fleet
     target_load = target_load_of_growth(work, fleet, scale)
     gives = False
-    if setting.limits.active or len(work.homeless) > 0:
+    if setting.fleet.is_limited or len(work.homeless) > 0:
         return False
     for server in range(len(work.load)):
         cap = target_load * (1.0 + setting.tolerance) - work.base[server]
@@ -477,7 +473,7 @@ def _needs_too_many(setting: Setting, work: Work, scale: float) -> bool:
     """Return whether those who must give have more pieces to give than a search may take: a piece
     takes no more than the longest document, or than a receiver has room for."""
     fleet, n = setting.fleet, len(work.load)
-    if setting.limits.active or len(work.homeless) > 0:
+    if setting.fleet.is_limited or len(work.homeless) > 0:
         return False
     target_load = target_load_of_growth(work, fleet, scale)
     most_speed = fleet.speed.max()
@@ -561,10 +557,10 @@ def _least_scale(setting: Setting, work: Work) -> float:
 @compiled_inner
 def _opening(setting: Setting, work: Work, scale: float, way: Way) -> Opening:
     """The opening for target loads of ``scale`` and higher."""
-    segments, _, fleet, _, limits, _, tolerance = setting
+    segments, _, fleet, _, _, tolerance = setting
     lowest_cap = target_load_of_growth(work, fleet, scale) * (1.0 + tolerance)
     n_ranks = len(fleet.server_of_rank)
-    everyone = limits.active or np.isfinite(way.waste)
+    everyone = fleet.is_limited or np.isfinite(way.waste)
     return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, everyone)
 
 
@@ -640,38 +636,37 @@ def _attempt(
     way: Way,
 ) -> tuple[Board, Outcome]:
     """One plan, for a target load ``scale`` times as high as if pieces ran like whole documents."""
-    segments, home, fleet, rules, limits, links, tolerance = setting
+    segments, home, fleet, rules, links, tolerance = setting
     n_servers = len(fleet.rank)
     target_load = target_load_of_growth(work, fleet, scale)
     finest_pairs = (target_load - work.base.min()) / work.pair_rate.min()
     rules = with_alignment(rules, finest_pairs, home.longest.max())
     cap = np.full(n_servers, target_load * (1.0 + tolerance)) - work.base
     cap[fleet.speed == 0.0] = 0.0
-    board = open_board(opening, work, len(segments.begin))
-    limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
+    board = open_board(opening, work, fleet, len(segments.begin))
+    if fleet.is_limited:
+        hold_home_work(segments, fleet, board, work.is_homeless)
     first_cap = cap.max()
     stuck, stuck_end, stuck_server = -1, 0, -1
     raised = 0.0
     if len(work.homeless):
         if work.receives.any():
             stuck, stuck_end = place_homeless(
-                board, segments, home.seconds, fleet, rules, limits, links, cap, work
+                board, segments, home.seconds, fleet, rules, links, cap, work
             )
         else:
             stuck, stuck_end = work.homeless[0], segments.end[work.homeless[0]]
-    if stuck < 0 and limits.active:
-        stuck_server = relieve_memory(
-            board, segments, fleet, rules, limits, links, cap, work.receives
-        )
+    if stuck < 0 and fleet.is_limited:
+        stuck_server = relieve_memory(board, segments, fleet, rules, links, cap, work.receives)
     before, over = work_of(board.load, work), _over(board.load, cap, fleet)
     if stuck < 0 and stuck_server < 0 and way.splits:
         rise = split_surplus(
-            board, segments, fleet, rules, limits, links, cap, work, home.seconds, way.waste
+            board, segments, fleet, rules, links, cap, work, home.seconds, way.waste
         )
         raised = cap.max() - first_cap + rise
     elif stuck < 0 and stuck_server < 0:
         raised = export_surplus(
-            board, segments, fleet, rules, limits, links, cap, work, variant, way.every, way.give_up
+            board, segments, fleet, rules, links, cap, work, variant, way.every, way.give_up
         )
         if np.isfinite(raised):
             raised = cap.max() - first_cap

@@ -16,7 +16,6 @@ from control_plane.planner.board import (
     COST,
     MOVED_WHOLE,
     Board,
-    Limits,
     Segments,
     add_chunk,
     affordable,
@@ -53,7 +52,6 @@ def place_homeless(
     home_seconds: Float64Array,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     work: Work,
@@ -78,7 +76,7 @@ def place_homeless(
         if not by_time and _is_short(cap, receives, pair_rate, low, high):
             by_time = True
             _fill_headroom(headroom, board, cap, receives, pair_rate, by_time)
-        if segments.whole[segment] and not limits.active:
+        if segments.whole[segment] and not fleet.is_limited:
             # Most work is many short documents: the same as below, without its calls.
             at = headroom.server[0]
             seconds = home_seconds[segment]
@@ -99,24 +97,24 @@ def place_homeless(
             if board.used[CHUNKS] >= len(board.chunks):
                 return segment, high
             at, begin = _find_server(
-                board, segments, fleet, rules, limits, cap, receives, headroom, segment, low, high
+                board, segments, fleet, rules, cap, receives, headroom, segment, low, high
             )
             if at < 0:
                 risen = cap.max() - first_cap
-                if not limits.active and may_shorten(rules, risen, first_cap):
+                if not fleet.is_limited and may_shorten(rules, risen, first_cap):
                     rules = with_shorter_chunks(rules)
                     continue
                 raises += 1
                 shortest = max(low, high - rules.min_tokens)
                 if raises > MOST_RAISES or not _anyone_could(
-                    segments, fleet, limits, receives, segment, shortest, high
+                    board, fleet, receives, shortest, high
                 ):
                     return segment, high
                 cap += step * max(1.0, raises / 50.0)
                 _fill_headroom(headroom, board, cap, receives, pair_rate, by_time)
                 continue
             link = link_cost(links, segments.rank[segment], at)
-            add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
+            add_chunk(board, segments, fleet, rules, segment, begin, high, at, link)
             room = cap[at] - board.load[at]
             push_headroom(headroom, at, room if by_time else room / pair_rate[at])
             high = begin
@@ -156,20 +154,12 @@ def _is_short(
 
 
 @compiled_inner
-def _anyone_could(
-    segments: Segments,
-    fleet: Fleet,
-    limits: Limits,
-    receives: BoolArray,
-    segment: int,
-    begin: int,
-    high: int,
-) -> bool:
+def _anyone_could(board: Board, fleet: Fleet, receives: BoolArray, begin: int, high: int) -> bool:
     """Return whether some server could take ``[begin, high)`` if the cap did not matter."""
+    could = False
     for s in range(len(receives)):
-        if receives[s] and affordable(segments, fleet, limits, segment, begin, high, s, 0):
-            return True
-    return False
+        could |= receives[s] and affordable(board, fleet, begin, high, s, 0)
+    return could
 
 
 @compiled_inner
@@ -178,7 +168,6 @@ def _find_server(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     cap: Float64Array,
     receives: BoolArray,
     headroom: Headroom,
@@ -196,37 +185,33 @@ def _find_server(
     n_passed = 0
     found, begin = -1, 0
     # A cut repeats keys on two servers, which memory can ill afford.
-    cut_for_memory = limits.active and not _anyone_could(
-        segments, fleet, limits, receives, segment, low, high
-    )
+    cut_for_memory = fleet.is_limited and not _anyone_could(board, fleet, receives, low, high)
     while headroom.size[0] > 0:
         passed_room[n_passed] = headroom.room[0]
         s = pop_headroom(headroom)
         room = cap[s] - board.load[s]
         begin = _begin_within(pace_of(fleet, s, rules.phase), rules, low, high, room)
-        if limits.active and low < begin < high:
+        if fleet.is_limited and low < begin < high:
             whole = server_seconds(fleet, s, rules.phase, low, high)
             if whole <= LONG_SHARE * cap[s]:
                 begin = high
-        if begin < high and not limits.active:
+        if begin < high and not fleet.is_limited:
             found = s
             break
         if begin < high:
             resident = resident_end(board, fleet, segments.document[segment], s)
-            if affordable(segments, fleet, limits, segment, begin, high, s, resident):
+            if affordable(board, fleet, begin, high, s, resident):
                 found = s
                 break
-            if cut_for_memory and limits.rows[s] > high + rules.min_tokens:
-                q = max(limits.rows[s] - high, rules.min_tokens)
+            if cut_for_memory and board.rows[s] > high + rules.min_tokens:
+                q = max(board.rows[s] - high, rules.min_tokens)
                 begin = max(begin, high - q // rules.alignment * rules.alignment)
-                if begin < high and affordable(
-                    segments, fleet, limits, segment, begin, high, s, resident
-                ):
+                if begin < high and affordable(board, fleet, begin, high, s, resident):
                     found = s
                     break
         passed[n_passed] = s
         n_passed += 1
-        if not limits.active:
+        if not fleet.is_limited:
             # The others have less room.
             break
     for k in range(n_passed):

@@ -94,8 +94,6 @@ class PlanningOptions:
         host_bytes_per_second: bandwidth between two processes of one host. Only its ratio to the
             next counts: moving work inside a host is preferred by that ratio.
         network_bytes_per_second: bandwidth between two hosts, a process.
-        max_process_bytes: most bytes that a rank (with its in-place server) or a pool server may
-            send in one tick, and most that it may receive; None without limit.
         rank_hosts: host name of every rank. Needed only for ranks without an in-place server,
             which otherwise count as being on a host of their own.
         pipelining: of ranks that form pipelines: each slot of the schedule is balanced by itself,
@@ -108,7 +106,6 @@ class PlanningOptions:
     finest_cut_tokens: int = 16
     host_bytes_per_second: float = 300e9
     network_bytes_per_second: float = 50e9
-    max_process_bytes: int | None = None
     rank_hosts: tuple[str, ...] | None = None
     pipelining: Pipelining | None = None
 
@@ -122,10 +119,6 @@ class PlanningOptions:
                     f"{name} is {value}; it must be a number above 0: measure it, or leave the "
                     "default"
                 )
-        if self.max_process_bytes is not None and self.max_process_bytes < 0:
-            raise PlanError(
-                f"max_process_bytes is {self.max_process_bytes}; it must be 0 or more, or None"
-            )
         for name in ("min_forward_tokens", "min_backward_tokens", "finest_cut_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be 1 or more")

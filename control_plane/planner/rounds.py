@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from control_plane.planner.board import BEGIN, END, SEGMENT, SERVER, Limits, Segments
+from control_plane.planner.board import BEGIN, END, SEGMENT, SERVER, Segments
 from control_plane.planner.chunk import CutRules
 from control_plane.planner.compiled import BoolArray, compiled, compiled_into, compiled_leaf
 from control_plane.planner.costs import BACKWARD, FORWARD
@@ -135,14 +135,12 @@ class Bounds(NamedTuple):
 
     Attributes:
         rules: where pieces may be cut.
-        limits: what servers may take.
         links: what a byte costs.
         tolerance: share by which servers may exceed the target load.
         n_variants: plans to choose from.
     """
 
     rules: tuple[CutRules, CutRules]
-    limits: tuple[Limits, Limits]
     links: Links
     tolerance: float
     n_variants: int
@@ -269,7 +267,6 @@ def plan_in_rounds(
             home,
             based,
             bounds.rules[phase],
-            _limits_of_rows(bounds.limits[phase], based.capacity_rows),
             bounds.links,
             bounds.tolerance,
             bounds.n_variants,
@@ -485,20 +482,6 @@ def _add_beside(
     for server in range(len(base)):
         # What has no layers is planned as if it had one; it adds nothing to its slots.
         base[server] /= max(table.layers[unit], 1)
-
-
-@compiled_into
-def _limits_of_rows(limits: Limits, rows: Int64Array) -> Limits:
-    return Limits(
-        limits.active,
-        rows,
-        limits.sent_bytes,
-        limits.received_bytes,
-        limits.q_request,
-        limits.kv_request,
-        limits.q_reply,
-        limits.kv_reply,
-    )
 
 
 @compiled_into

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from control_plane.planner import explain
 from control_plane.planner.board import Segments
-from control_plane.planner.bounds import limits_of, links_of, n_variants, rules_of
+from control_plane.planner.bounds import links_of, n_variants, rules_of
 from control_plane.planner.costs import BACKWARD, FORWARD, PHASE_INDEX
 from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.forecast import TaskSums, to_forecast
@@ -68,10 +68,6 @@ def plan_slots(
     fleet = build_fleet(servers, manifest.n_ranks)
     bounds = Bounds(
         (rules_of(shape, Phase.FORWARD, options), rules_of(shape, Phase.BACKWARD, options)),
-        (
-            limits_of(fleet, shape, Phase.FORWARD, options),
-            limits_of(fleet, shape, Phase.BACKWARD, options),
-        ),
         links_of(servers, fleet, options),
         float(options.tolerance),
         n_variants(len(servers)),
@@ -86,7 +82,7 @@ def plan_slots(
             ),
             range(n_halves),
         )
-        _check_halves(halves, manifest, servers, options, table, bounds)
+        _check_halves(halves, manifest, servers, fleet, table, bounds)
         tables = run(lambda at: _tasks(halves, manifest, fleet, moved_to, at), (FORWARD, BACKWARD))
     slots = SlotForecast(
         home_seconds=np.stack([half.sheet.home_seconds for half in halves]),
@@ -134,11 +130,6 @@ def _check_options(
         raise PlanError(
             f"pipeline_ranks names {len(pipelining.pipeline_ranks)} ranks; the step has "
             f"{manifest.n_ranks}"
-        )
-    if options.max_process_bytes is not None:
-        raise PlanError(
-            f"max_process_bytes is {options.max_process_bytes}; plans of pipelines know no such "
-            "limit: leave it out"
         )
     based = [server for server in servers if server.base_seconds != NO_BASE]
     if based:
@@ -207,7 +198,7 @@ def _check_halves(
     halves: Sequence[_Half],
     manifest: Manifest,
     servers: Sequence[PlanningServer],
-    options: PlanningOptions,
+    fleet: Fleet,
     table: Timetable,
     bounds: Bounds,
 ) -> None:
@@ -219,12 +210,11 @@ def _check_halves(
         # What is short looks for a segment of the manifest.
         segment = first.stuck_segment - max(outcome.stuck_segment, 0)
         rules = bounds.rules[int(table.phase[first.stuck_unit])]
-        raise PlanError(explain.what_is_short(manifest, servers, outcome, segment, options, rules))
-    if all(server.capacity_rows is None for server in servers):
+        raise PlanError(explain.what_is_short(manifest, servers, outcome, segment, rules))
+    if not fleet.is_limited:
         return
     rows = np.stack([half.sheet.rows for half in halves])
-    capacity = bounds.limits[FORWARD].rows
-    over = rows - capacity
+    over = rows - fleet.capacity_rows
     if (over <= 0).all():
         return
     half, slot, at = map(int, np.unravel_index(int(over.argmax()), over.shape))

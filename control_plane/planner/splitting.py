@@ -23,7 +23,6 @@ from control_plane.planner.board import (
     NEXT,
     SEGMENT,
     Board,
-    Limits,
     Segments,
     add_chunk,
     add_free,
@@ -56,7 +55,7 @@ class Splitting(NamedTuple):
     """The state of splitting.
 
     Attributes:
-        board, segments, fleet, limits, links: what there is, and where.
+        board, segments, fleet, links: what there is, and where.
         cap: ``[n_servers]`` seconds of attention that each server may reach.
         slack: seconds that do not count.
         short_seconds: documents that take less are not cut.
@@ -79,7 +78,6 @@ class Splitting(NamedTuple):
     board: Board
     segments: Segments
     fleet: Fleet
-    limits: Limits
     links: Links
     cap: Float64Array
     slack: float
@@ -128,7 +126,6 @@ def split_surplus(
     segments: Segments,
     fleet: Fleet,
     rules: CutRules,
-    limits: Limits,
     links: Links,
     cap: Float64Array,
     work: Work,
@@ -149,7 +146,6 @@ def split_surplus(
         board,
         segments,
         fleet,
-        limits,
         links,
         cap,
         SLACK * cap.max(),
@@ -405,11 +401,9 @@ def _begin_for(
         begin = low if taken <= room else high
     else:
         begin = _begin_of_piece(rules, gives, takes, gift, room)
-    if begin < high and splitting.limits.active:
+    if begin < high and fleet.is_limited:
         resident = resident_end(board, fleet, segments.document[segment], receiver)
-        if not affordable(
-            segments, fleet, splitting.limits, segment, begin, high, receiver, resident
-        ):
+        if not affordable(board, fleet, begin, high, receiver, resident):
             begin = high
     return begin
 
@@ -437,7 +431,7 @@ def _move(
     if end < gift.high:
         add_free(board, rank, segment, end, gift.high)
     link = link_cost(splitting.links, rank, receiver)
-    add_chunk(board, segments, fleet, rules, splitting.limits, segment, begin, end, receiver, link)
+    add_chunk(board, segments, fleet, rules, segment, begin, end, receiver, link)
     added = board.load[receiver] - before
     splitting.received[receiver] += added
     splitting.sums[RELIEVED] += gift.seconds - left

@@ -105,7 +105,6 @@ def build_method(settings: PlannerSettings, setup: Setup) -> Method:
         options=options,
         pack=planned_homes(setup.rank_profile, options) if planned else pack_in_order,
         n_nano_batches=settings.nano_batches,
-        byte_budget=settings.byte_budget,
     )
 
 
@@ -113,7 +112,6 @@ def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> l
     """Remedies against waits for communication that are not in use yet."""
     used = {
         Remedy.PLANNED_HOMES: settings.homes is Homes.PLANNED or not may_plan_homes,
-        Remedy.BYTE_BUDGET: settings.byte_budget is not None,
         Remedy.TOLERANCE: settings.tolerance >= LARGE_TOLERANCE,
     }
     return [remedy for remedy in Remedy if not used.get(remedy, False)]

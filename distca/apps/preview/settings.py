@@ -112,11 +112,6 @@ class PlannerSettings:
     homes: Homes = option(
         Homes.PACKED, "packed: documents in order; planned: placed so that the fewest bytes move."
     )
-    byte_budget: float | None = option(
-        None,
-        "Most bytes of a rank in a tick, as a multiple of what its network carries during a "
-        "nano-batch's forward linear part. Default: no limit.",
-    )
     nano_batches: int = option(2, "2 with ping-pong, 1 without.")
 
 

@@ -36,10 +36,7 @@ from distca.apps.simulator.traffic import (
     join,
     server_endpoints,
 )
-from distca.contract.checks import check_least
 from distca.contract.settings import Placement
-
-_MOST_BYTES = 2.0**62
 
 Packer = Callable[[Int64Array, int, int, int], Manifest]
 """``(lengths, n_ranks, tokens_per_rank, n_nano_batches) -> Manifest``: plain or planned homes."""
@@ -57,9 +54,6 @@ class Method:
         schedule: of pipelines with several stages.
         idle_aware: whether plans count what each rank computes beside attention, so that idle
             stages take more of it; else attention is spread evenly, as in the paper.
-        byte_budget: most bytes that a rank may send, or receive, in a tick, in units of what its
-            network carries while the forward linear part of a nano-batch runs, behind which a
-            request hides; None without limit.
     """
 
     planner: Planner
@@ -68,12 +62,10 @@ class Method:
     n_nano_batches: int = 2
     schedule: Order = same_phase
     idle_aware: bool = False
-    byte_budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.n_nano_batches not in (1, 2):
             raise ValueError(f"nano_batches is {self.n_nano_batches}; valid are 1 and 2")
-        check_least(self, byte_budget=0)
 
 
 @dataclass(frozen=True)
@@ -404,20 +396,12 @@ def _with_bases(
 
 
 def planning_options(setup: Setup, method: Method) -> PlanningOptions:
-    """The method's options, with the links and hosts of the setup's cluster and its byte budget."""
+    """The method's options, with the links and hosts of the setup's cluster."""
     cluster = setup.cluster
-    network = cluster.rank_bandwidth_bytes_per_second
-    limit = None
-    if method.byte_budget is not None:
-        rows = setup.tokens_per_rank / method.n_nano_batches
-        window_seconds = rows * setup.linear_seconds_per_token(Phase.FORWARD)
-        # What int64 cannot count, no rank sends.
-        limit = int(min(method.byte_budget * network * window_seconds, _MOST_BYTES))
     return replace(
         method.options,
-        network_bytes_per_second=network,
+        network_bytes_per_second=cluster.rank_bandwidth_bytes_per_second,
         host_bytes_per_second=cluster.rank_host_bandwidth_bytes_per_second,
-        max_process_bytes=limit,
         rank_hosts=tuple(cluster.host_of(rank) for rank in range(cluster.n_ranks)),
     )
 

@@ -36,7 +36,6 @@ class Remedy(StrEnum):
     """Ways to shorten the wait for communication, most useful first."""
 
     PLANNED_HOMES = "planned homes (--homes planned)"
-    BYTE_BUDGET = "a byte budget (--byte-budget 1.5)"
     TOLERANCE = "a larger tolerance (--tolerance 0.1)"
     FASTER_LINKS = "faster links"
 

@@ -103,8 +103,6 @@ def test_what_the_full_mask_does_not_have_is_refused() -> None:
     manifest, servers = merged([[4096]], [[8]]), equal_servers(2, PROFILE)
     stopped = [replace(server, receives=False, speed=0.0) for server in servers]
     between = RankManifest(0, 0, [[Segment(7, 20, 0, 10)], [Segment(7, 20, 10, 10)]])
-    with pytest.raises(PlanError, match="max_process_bytes"):
-        full.plan(manifest, servers, SHAPE, replace(OPTIONS, max_process_bytes=10))
     with pytest.raises(PlanError):
         full.plan(manifest, stopped, SHAPE, OPTIONS)
     with pytest.raises(PlanError, match="document 7"):

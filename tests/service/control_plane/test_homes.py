@@ -22,12 +22,6 @@ TOKENS = 64 * 1024
 OPTIONS = PlanningOptions(tolerance=0.05)
 
 
-def padded(lengths: list[int], n_ranks: int, n_nano_batches: int) -> list[int]:
-    """The lengths and as many single tokens as make every (rank, nano-batch) equal."""
-    step = n_ranks * n_nano_batches
-    return [*lengths, *[1] * (-sum(lengths) % step + step * max(lengths))]
-
-
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 5_000), min_size=1, max_size=30),
@@ -37,7 +31,7 @@ def padded(lengths: list[int], n_ranks: int, n_nano_batches: int) -> list[int]:
 def test_every_rank_holds_exactly_its_tokens(
     lengths: list[int], n_ranks: int, n_nano_batches: int
 ) -> None:
-    documents = padded(lengths, n_ranks, n_nano_batches)
+    documents = lengths + [1] * (-sum(lengths) % n_ranks + n_ranks * max(lengths))
     tokens = sum(documents) // n_ranks
     packed, again = (
         plan_homes(
@@ -51,8 +45,10 @@ def test_every_rank_holds_exactly_its_tokens(
     np.testing.assert_array_equal(
         manifest.document_length[np.argsort(manifest.document_id)], documents
     )
-    for nano_batch in range(n_nano_batches):
-        assert set(manifest.tokens_per_rank(nano_batch)) == {tokens // n_nano_batches}
+    by_nano_batch = np.array([manifest.tokens_per_rank(k) for k in range(n_nano_batches)])
+    assert set(by_nano_batch.sum(axis=0)) == {tokens}
+    # The shortest documents have one token, so nano-batches are nearly level.
+    assert np.ptp(by_nano_batch) <= 2 * n_nano_batches
 
 
 @settings(max_examples=40)
@@ -149,24 +145,14 @@ def test_a_faster_rank_gets_more_work_and_as_many_tokens() -> None:
     assert set(manifest.tokens_per_rank(0)) == {TOKENS}
 
 
-def test_an_exact_split_is_found_where_the_longest_documents_decide() -> None:
-    # A nano-batch has an even number of tokens, so both odd documents belong to the same.
-    lengths = [501, 499] + [2] * 600
-    packed = plan_homes(lengths, 2, 1100, in_place(2), OPTIONS, n_nano_batches=2)
-    manifest = Manifest.merge(packed, 2)
-    for nano_batch in range(2):
-        assert set(manifest.tokens_per_rank(nano_batch)) == {550}
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"lengths": [100, 99]},
         {"lengths": [0, 200]},
         {"n_ranks": 0},
-        {"n_nano_batches": 3},
+        {"n_nano_batches": 0},
         {"servers": pool(2)},
-        {"n_nano_batches": 2, "lengths": [150, 50]},
     ],
 )
 def test_bad_input_is_refused(change: dict[str, Any]) -> None:

@@ -308,7 +308,6 @@ def test_what_does_not_fit_the_pipelines_is_refused() -> None:
     manifest = drawn(pipes, K, 0)
     refused(manifest, pipelining("1f1b", 2, 2, 2))
     refused(manifest, pipelining("1f1b", 2, 3))
-    refused(manifest, pipes, max_process_bytes=5)
     spanning = [
         RankManifest(0, rank, [[Segment(i, 2 * K, rank * K, K)] for i in range(2)])
         for rank in range(2)

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from control_plane.planner.bounds import limits_of, links_of, n_variants, rules_of
+from control_plane.planner.bounds import links_of, n_variants, rules_of
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.phase import plan_phase
@@ -92,7 +92,6 @@ def plan_alone(
         batch.home[PHASE_INDEX[phase]],
         fleet,
         rules_of(SHAPE, phase, options),
-        limits_of(fleet, SHAPE, phase, options),
         links_of(servers, fleet, options),
         TOLERANCE,
         n_variants(len(servers)),

@@ -113,11 +113,6 @@ def test_a_pool_is_planned(placement: str) -> None:
     assert ("rank-0" in output) == (placement == "mixed")
 
 
-def test_an_endless_byte_budget_is_none() -> None:
-    arguments = (*DRAWN, *SMALL)
-    assert run(*arguments, "--byte-budget", "1e300") == run(*arguments, "--byte-budget", "1e6")
-
-
 def test_homes_can_be_planned() -> None:
     arguments = (*DRAWN, *SMALL)
     assert run(*arguments, "--homes", "planned") != run(*arguments)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
+from core_attention.errors import PlanError
 from distca.apps.simulator.disaggregated import Method, disaggregated_step
 from distca.apps.simulator.homes import planned_homes
 from distca.apps.simulator.model import PRESETS
@@ -37,16 +37,8 @@ def test_planned_homes_wait_less_for_links(n_nano_batches: int) -> None:
         assert moved["planned"] < moved["packed"]
 
 
-def test_documents_that_do_not_divide_into_nano_batches_are_cut() -> None:
-    pack = planned_homes(setup(2).rank_profile, OPTIONS)
-    manifest = pack(np.array([12 * K, 20 * K]), 2, 16 * K, 2)
-    assert sorted(manifest.document_length.tolist()) == [4 * K, 12 * K, 16 * K]
-    for nano_batch in range(2):
-        assert (manifest.tokens_per_rank(nano_batch) == 8 * K).all()
-
-
 def test_tokens_must_match() -> None:
     of = setup(4)
     pack = planned_homes(of.rank_profile, OPTIONS)
-    with pytest.raises(ValueError, match="the documents hold"):
+    with pytest.raises(PlanError):
         pack(documents(of), 3, of.tokens_per_rank, 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from control_plane.planner.board import Board, Limits, Segments
+from control_plane.planner.board import Board, Segments
 
 N_ROOM = 16
 
@@ -36,31 +36,5 @@ def empty_board(n_servers: int, n_ranks: int, own: Sequence[Sequence[tuple[int, 
         server=np.empty(0, dtype=np.int64),
         used=np.zeros(5, dtype=np.int64),
         spent=np.zeros(2),
-    )
-
-
-def no_limits(n_servers: int, n_ranks: int) -> Limits:
-    return limits(n_servers, n_ranks, active=False)
-
-
-def limits(
-    n_servers: int,
-    n_ranks: int,
-    *,
-    active: bool = True,
-    rows: int = 10**6,
-    sent: float = 1e9,
-    received: float = 1e9,
-) -> Limits:
-    """The same for all; a row of Q moves 2 bytes and 3 back, one of K and V 5 and 7."""
-    processes = n_ranks + n_servers
-    return Limits(
-        active,
-        np.full(n_servers, rows),
-        np.full(processes, sent),
-        np.full(processes, received),
-        2.0,
-        5.0,
-        3.0,
-        7.0,
+        rows=np.full(n_servers, 10**6),
     )
