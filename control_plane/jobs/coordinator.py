@@ -30,12 +30,13 @@ from control_plane.jobs.publication import Publication
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.requests import (
-    Joining,
     closed_event,
     failed_event,
     finished_event,
+    hand_in_from_proto,
     opened_event,
     recover_event,
+    rounds_of,
 )
 from control_plane.jobs.step import FailedStep, ReadyStep, StepRecord
 from control_plane.jobs.step_planner import StepPlanner
@@ -50,7 +51,13 @@ from distca.contract.server_loss import ServerLoss
 from distca.contract.tokens import rank_of_token
 from distca.process import tracing
 from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
-from distca.v1.jobs_pb2 import RankMeasurement, ServerMeasurement, StepProgress, StepWaiting
+from distca.v1.jobs_pb2 import (
+    HandIn,
+    RankMeasurement,
+    ServerMeasurement,
+    StepProgress,
+    StepWaiting,
+)
 from distca.v1.membership_pb2 import ServerLoad
 
 logger = logging.getLogger(__name__)
@@ -334,28 +341,25 @@ class Coordinator:
         self._advance_soon(job)
 
     def join_step(
-        self, job_id: str, lease_id: str, joining: Joining, manifest: RankManifest | None
+        self, job_id: str, lease_id: str, message: HandIn, manifest: RankManifest | None
     ) -> None:
         """A rank hands in a step that has no number, says that its forward begins, or hands it in
         again, with the number that it has got."""
         job, now = self._jobs.get(job_id), self._clock()
         rank = job.leases.get(lease_id, now=now).rank
-        if joining.closed_rounds is not None:
-            job.open_step.closes(rank, joining.closed_rounds)
-        if manifest is None:
-            job.open_step.begins(rank, joining.sequence, joining.round, now)
+        joining = message.joining
+        hand_in = None if manifest is None else hand_in_from_proto(message, manifest, now)
+        in_round, closed_rounds = rounds_of(joining)
+        if closed_rounds is not None:
+            job.open_step.closes(rank, closed_rounds)
+        if hand_in is None:
+            job.open_step.begins(rank, joining.sequence, in_round, now)
         else:
-            self._jobs.make_room(job.owner, kept_bytes(manifest))
-            if joining.is_numbered:
-                job.hand_in_again(
-                    lease_id,
-                    manifest,
-                    sequence=joining.sequence,
-                    forward_only=joining.forward_only,
-                    now=now,
-                )
+            self._jobs.make_room(job.owner, kept_bytes(hand_in.manifest))
+            if joining.numbered:
+                job.hand_in_again(lease_id, hand_in)
             else:
-                job.join_step(lease_id, joining.hand_in(manifest, now), now=now)
+                job.join_step(lease_id, hand_in)
             self._metrics.jobs.manifest_received(job)
         self._advance_soon(job)
 

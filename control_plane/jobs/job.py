@@ -233,9 +233,9 @@ class Job:
         self._pending[manifest.step] = pending
         self.keeps(manifest.step, kept_bytes(manifest))
 
-    def join_step(self, lease_id: str, hand_in: HandIn, *, now: float) -> None:
+    def join_step(self, lease_id: str, hand_in: HandIn) -> None:
         """A rank joins the open step. Repeating a hand-in changes nothing."""
-        rank = self.leases.get(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=hand_in.since).rank
         self._check_manifest(rank, hand_in.manifest)
         n_places, rest = divmod(self.spec.n_nano_batches, hand_in.turns)
         if not n_places or rest:
@@ -254,20 +254,13 @@ class Job:
             )
         self.open_step.hand_in(rank, hand_in)
 
-    def hand_in_again(
-        self,
-        lease_id: str,
-        manifest: RankManifest,
-        *,
-        sequence: int,
-        forward_only: bool,
-        now: float,
-    ) -> None:
+    def hand_in_again(self, lease_id: str, hand_in: HandIn) -> None:
         """A rank that has come back knows the number that a hand-in has got. Where the step is
         not known, it is planned at the end of the recovery, with those that have it."""
-        rank = self.leases.get(lease_id, now=now).rank
+        rank = self.leases.get(lease_id, now=hand_in.since).rank
+        manifest = hand_in.manifest
         self._check_manifest(rank, manifest)
-        self.open_step.received(rank, sequence)
+        self.open_step.received(rank, hand_in.sequence)
         step = manifest.step
         if self.is_recovering and step not in self._accepted and step > self._finished_step:
             if step not in self._numbered and len(self._numbered) >= self._retained_steps:
@@ -278,7 +271,7 @@ class Job:
                 )
             pending = self._numbered.setdefault(step, PendingStep())
             pending.manifests[rank] = manifest
-            pending.forward_only[rank] = forward_only
+            pending.forward_only[rank] = hand_in.forward_only
 
     def take_joined(self, *, now: float) -> ReadyStep | FailedStep | None:
         """The open step, if it can be planned now, or never can; it is no longer open."""
@@ -680,23 +673,12 @@ class Job:
         self._accepted.pop(step, None)
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
-        gone = sorted(self.leases.left - pending.manifests.keys())
-        if gone:
+        passed = {rank for rank, next_step in self._next_step.items() if step < next_step}
+        if gone := sorted((self.leases.left | passed) - pending.manifests.keys()):
             return FailedStep(
                 step,
-                f"ranks {gone} left the job without a manifest for step {step}; all ranks must "
-                "run the same steps",
-            )
-        passed = sorted(
-            rank
-            for rank, next_step in self._next_step.items()
-            if step < next_step and rank not in pending.manifests
-        )
-        if passed:
-            return FailedStep(
-                step,
-                f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
-                "run the same steps",
+                f"ranks {gone} have left, or gone on, without a manifest for step {step}; all "
+                "ranks must run the same steps",
             )
         if self._lacks_ranks:
             return FailedStep(step, self._lacks_ranks)

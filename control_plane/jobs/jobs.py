@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
+from typing import Any
 
 from control_plane.errors import RefusedError
 from control_plane.jobs.job import Job
@@ -79,32 +79,17 @@ class Jobs:
         if job is not None:
             job.leases.stream_broken(rank, now=now)
 
-    def create(
-        self,
-        spec: JobSpec,
-        *,
-        job_id: str,
-        key: bytes,
-        owner: str = "",
-        first_epoch: int = 0,
-        absent: frozenset[int] = frozenset(),
-        reopened_at: float = 0.0,
-        return_by: float = math.inf,
-    ) -> Job:
-        """A new job without ranks, or one from before this control plane, whose ranks ``absent``
-        are to come back by the time ``return_by``."""
+    def create(self, spec: JobSpec, *, job_id: str, key: bytes, **of_job: Any) -> Job:
+        """A new job without ranks, or one from before this control plane; the rest as of
+        :class:`Job`."""
         job = Job(
             job_id,
             spec,
             key,
-            owner=owner,
             lease_seconds=self._lease_seconds,
             retained_steps=self._retained_steps,
             max_pending_steps=self._max_pending_steps,
-            first_epoch=first_epoch,
-            absent=absent,
-            reopened_at=reopened_at,
-            return_by=return_by,
+            **of_job,
         )
         self._open[job_id] = job
         return job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from google.protobuf.message import Message
@@ -176,65 +175,32 @@ def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
         raise InvalidRequestError(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joining:
-    """A rank's way into a step.
-
-    Attributes:
-        sequence, is_awaited, forward_only, turns, first_step, open_places: see
-            :class:`control_plane.jobs.open_step.HandIn`.
-        round: that it is in; None if it does not know.
-        closes_round: it has begun the last forward of its round.
-        is_numbered: the step was planned before.
-    """
-
-    sequence: int
-    is_awaited: bool
-    forward_only: bool
-    turns: int
-    first_step: int
-    open_places: frozenset[int]
-    round: int | None
-    closes_round: bool
-    is_numbered: bool
-
-    @property
-    def closed_rounds(self) -> int | None:
-        """The rounds whose last forward it has begun; None if it does not know."""
-        return None if self.round is None else self.round + self.closes_round
-
-    def hand_in(self, manifest: RankManifest, now: float) -> HandIn:
-        """The hand-in of ``manifest``, which has come now."""
-        return HandIn(
-            sequence=self.sequence,
-            manifest=manifest,
-            forward_only=self.forward_only,
-            turns=self.turns,
-            first_step=self.first_step,
-            open_places=self.open_places,
-            is_awaited=self.is_awaited,
-            round=self.round if self.is_awaited else self.closed_rounds,
-            since=now,
-        )
+def rounds_of(joining: jobs_pb2.Joining) -> tuple[int | None, int | None]:
+    """The round that a rank's hand-in is in, and the rounds whose last forward the rank has begun;
+    None if it does not know."""
+    if not joining.HasField("round"):
+        return None, None
+    return joining.round, joining.round + joining.closes_round
 
 
-def joining_from_proto(message: jobs_pb2.HandIn) -> Joining:
-    """The way in which the rank of a hand-in joins a step."""
+def hand_in_from_proto(message: jobs_pb2.HandIn, manifest: RankManifest, now: float) -> HandIn:
+    """The hand-in of ``manifest``, which has come now."""
     joining = message.joining
     if joining.first_step >= MAX_FIRST_STEP:
         raise InvalidRequestError(
             f"joining.first_step is {joining.first_step}; valid are 0 to {MAX_FIRST_STEP - 1}"
         )
-    return Joining(
+    in_round, closed = rounds_of(joining)
+    return HandIn(
         sequence=joining.sequence,
-        is_awaited=joining.awaited,
+        manifest=manifest,
         forward_only=message.forward_only,
         turns=joining.turns or 1,
         first_step=joining.first_step,
         open_places=frozenset(joining.open_places),
-        round=joining.round if joining.HasField("round") else None,
-        closes_round=joining.closes_round,
-        is_numbered=joining.numbered,
+        is_awaited=joining.awaited,
+        round=in_round if joining.awaited else closed,
+        since=now,
     )
 
 

@@ -21,7 +21,6 @@ from control_plane.jobs.requests import (
     description_from_proto,
     description_of_job,
     in_place_server_from_proto,
-    joining_from_proto,
     manifest_from_proto,
     refused_event,
     spec_from_proto,
@@ -200,8 +199,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         has_manifest = hand_in.HasField("manifest") or not hand_in.HasField("joining")
         manifest = manifest_from_proto(hand_in.manifest) if has_manifest else None
         if hand_in.HasField("joining"):
-            joining = joining_from_proto(hand_in)
-            self._coordinator.join_step(job_id, lease_id, joining, manifest)
+            self._coordinator.join_step(job_id, lease_id, hand_in, manifest)
         else:
             assert manifest is not None
             self._coordinator.submit_manifest(

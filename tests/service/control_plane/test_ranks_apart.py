@@ -58,8 +58,8 @@ def test_step_that_a_rank_has_passed_over_fails_with_its_name(client: Client) ->
             failed = watcher.next("step_failed")
             assert failed.step == step
             assert failed.error == (
-                f"ranks [1] have gone on without a manifest for step {step}; all ranks must run "
-                "the same steps"
+                f"ranks [1] have left, or gone on, without a manifest for step {step}; all ranks "
+                "must run the same steps"
             )
     pair.submit(6)
     assert [event.plan.manifest.step for event in pair.plans()] == [6, 6]

@@ -231,7 +231,7 @@ def job_of(n_joined: int = 2) -> Job:
 
 
 def join(job: Job, rank: int, sequence: int, now: float = 0.0, **fields: Any) -> None:
-    job.join_step(f"L{rank}", hand_in(sequence, rank, 2, since=now, **fields), now=now)
+    job.join_step(f"L{rank}", hand_in(sequence, rank, 2, since=now, **fields))
 
 
 def report(job: Job, rank: int, step: int) -> None:
