@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -19,10 +20,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from distca.contract.settings import TlsFiles
 
 logger = logging.getLogger(__name__)
-
-
-class MismatchError(ValueError):
-    """Files do not belong together, or hold no certificate: half of them may be written yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +64,7 @@ class CertificateFiles:
     ) -> None:
         self._authority, self._certificate, self._key = authority, certificate, key
         self._failure = ""
+        self._refused: list[x509.Certificate] = []
         self.current = self._read()
 
     def changed(self) -> Certificates | None:
@@ -74,7 +72,7 @@ class CertificateFiles:
         change nothing and are logged once; any thread may call it."""
         try:
             read = self._read()
-        except (OSError, MismatchError) as error:
+        except (OSError, ValueError) as error:
             if str(error) != self._failure:
                 self._failure = str(error)
                 logger.warning("certificates stay as they are: %s", error)
@@ -87,9 +85,28 @@ class CertificateFiles:
         return read
 
     def _read(self) -> Certificates:
-        return Certificates.read(
+        read = Certificates.read(
             authority=self._authority, certificate=self._certificate, key=self._key
         )
+        if read.chain is not None:
+            self._warn_if_refused(x509.load_pem_x509_certificates(read.chain))
+        return read
+
+    def _warn_if_refused(self, chain: list[x509.Certificate]) -> None:
+        """gRPC does not say that nobody accepts this process's own certificate at this time."""
+        now = datetime.now(UTC)
+        for each in chain:
+            if each not in self._refused and not (
+                each.not_valid_before_utc <= now < each.not_valid_after_utc
+            ):
+                self._refused.append(each)
+                logger.warning(
+                    "certificate %s is good from %s to %s; others refuse it: replace the file, or "
+                    "set this machine's clock",
+                    self._certificate,
+                    each.not_valid_before_utc,
+                    each.not_valid_after_utc,
+                )
 
 
 def server_credentials(
@@ -127,15 +144,15 @@ def _certificate_in(pem: bytes, path: Path | None) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificates(pem)[0]
     except ValueError as error:
-        raise MismatchError(f"{path} holds no certificate in PEM: {error}") from error
+        raise ValueError(f"{path} holds no certificate in PEM: {error}") from error
 
 
 def _check_pair(certificate: x509.Certificate, pem: bytes, path: Path | None) -> None:
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
-        raise MismatchError(
+        raise ValueError(
             f"{path} holds no private key in PEM that can be read without a password"
         ) from error
     if key.public_key() != certificate.public_key():
-        raise MismatchError(f"the private key in {path} is another certificate's")
+        raise ValueError(f"the private key in {path} is another certificate's")

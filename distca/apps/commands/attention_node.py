@@ -10,7 +10,5 @@ from distca.options import options_from
 def attention_node(settings: NodeSettings) -> None:
     """Run an attention node: it joins the pool and serves core attention."""
     from attention_node.server import run
-    from distca.apps.commands.explained import explained
 
-    with explained(settings.certificate_file):
-        run(settings)
+    run(settings)

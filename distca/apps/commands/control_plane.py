@@ -10,7 +10,5 @@ from distca.options import options_from
 def control_plane(settings: ControlPlaneSettings) -> None:
     """Run the control plane: servers and trainers register here and receive plans."""
     from control_plane.server import run
-    from distca.apps.commands.explained import explained
 
-    with explained(settings.tls.certificate_file if settings.tls else None):
-        run(settings)
+    run(settings)

@@ -29,7 +29,6 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
     """
     from rich.console import Console
 
-    from distca.apps.commands.explained import explained
     from distca.apps.commands.usage import as_usage_error
     from distca.apps.top.run import watch
     from distca.contract import rpc
@@ -42,5 +41,4 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    with explained(tls.certificate_file):
-        watch(settings, shown, console)
+    watch(settings, shown, console)

@@ -31,7 +31,6 @@ def train(
     """
     from rich.console import Console
 
-    from distca.apps.commands.explained import explained
     from distca.apps.train.run import TrainerRun, run_trainer
 
     run = TrainerRun(
@@ -43,7 +42,5 @@ def train(
         integrity=integrity,
         tls=tls,
     )
-    with explained(tls.certificate_file):
-        finished = run_trainer(run, Console())
-    if not finished:
+    if not run_trainer(run, Console()):
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

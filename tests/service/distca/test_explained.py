@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from distca.apps.commands.explained import explained
-from distca.cli import command_line
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings, open_channel, wait_until_ready
 from distca.contract.rpc_errors import Reason, RpcError
+from distca.contract.tls import CertificateFiles
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from tests import ROOT
 from tests.service.distca.test_doctor import localhost
@@ -37,18 +36,6 @@ def expired(pki: Pki) -> Files:
     return pki.issue(Role.TRAINER, starts_in=-2 * HOUR, lifetime=-HOUR)
 
 
-def fail(certificate: Path | None, meanwhile: Callable[[], object]) -> None:
-    """A command that shows ``certificate``, does something, and fails."""
-
-    def run() -> None:
-        with explained(certificate):
-            meanwhile()
-            raise ConnectionError
-
-    with pytest.raises(ConnectionError):
-        run()
-
-
 def warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Files of the certificates that were warned of."""
     assert {record.levelno for record in caplog.records} <= {logging.WARNING}
@@ -58,49 +45,15 @@ def warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_certificate_that_has_ended_is_told_of_once(
     pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = expired(pki).certificate_file
-    fail(path, lambda: warned_of(caplog) == [str(path)] or pytest.fail("not at once"))
-    assert warned_of(caplog) == [str(path)]
-
-
-def test_a_certificate_that_ends_while_a_process_runs_is_told_of_where_it_fails(
-    pki: Pki, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = pki.issue(Role.TRAINER).certificate_file
-    fail(path, lambda: expired(pki))
-    assert warned_of(caplog) == [str(path)]
-
-
-def test_what_is_well_is_not_mentioned(pki: Pki, caplog: pytest.LogCaptureFixture) -> None:
-    for path in (None, pki.folder / "none", pki.issue(Role.TRAINER).certificate_file):
-        fail(path, lambda: None)
+    good = pki.issue(Role.TRAINER)
+    files = CertificateFiles(authority=None, certificate=good.certificate_file, key=good.key_file)
+    files.changed()
     assert not caplog.records
-
-
-@pytest.mark.parametrize("role", [Role.CONTROL_PLANE, Role.SERVER, Role.TRAINER, Role.READ_ONLY])
-def test_every_process_looks_at_its_own_certificate(
-    pki: Pki, role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = pki.issue(role, starts_in=-2 * HOUR, lifetime=-HOUR)
-    own = [f"--tls-certificate={files.certificate_file}", f"--tls-key={files.key_file}"]
-    client = ["--control-plane=127.0.0.1:1", f"--tls-ca={files.ca_file}", *own]
-    run, arguments = {
-        Role.CONTROL_PLANE: ("control_plane.server.run", ["control-plane", *own]),
-        Role.SERVER: (
-            "attention_node.server.run",
-            ["attention-node", "--shape=1:1:8:float32", "--data-host=127.0.0.1", *client],
-        ),
-        Role.TRAINER: (
-            "distca.apps.train.run.run_trainer",
-            ["train", f"--run-dir={pki.folder}/run", "--rendezvous=file:///none", *client],
-        ),
-        Role.READ_ONLY: ("distca.apps.top.run.watch", ["top", *client]),
-    }[role]
-    monkeypatch.setattr(run, lambda *_: True)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    command_line()(arguments, standalone_mode=False)
-    assert warned_of(caplog) == [str(files.certificate_file)]
+    path = expired(pki).certificate_file
+    assert path == good.certificate_file
+    for _ in range(2):
+        files.changed()
+        assert warned_of(caplog) == [str(path)]
 
 
 def words_of(row: int) -> list[str]:
