@@ -20,7 +20,6 @@ from distca.apps.doctor.finding import CheckFinding, failed, passed, warned
 from distca.apps.doctor.responder import (
     HELLO,
     OPEN_SECRET,
-    ChildFailed,
     ResponderSettings,
     child_responder,
 )
@@ -99,7 +98,7 @@ def _self_test(around: Surroundings, *, one_host: bool) -> CheckFinding:
             ) as transport,
         ):
             result = measure(transport, settings.device, address, settings.probe_seconds)
-    except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
+    except (TransportError, RuntimeError, ValueError) as error:
         return failed(f"over {what} of this machine: {error}", _SLOW)
     return judge_self_test(result, one_host=one_host, floor=settings.min_gigabytes_per_second)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,56 +63,18 @@ def repack(
     """
     work = forward_seconds + backward_seconds + linear_seconds_per_token * lengths
     bin_tokens = -(-int(lengths.sum()) // n_bins)
-    bins = _OpenBins(n_bins, bin_tokens)
+    room, load = np.full(n_bins, bin_tokens), np.zeros(n_bins)
     sums = np.zeros((2, n_bins))
     for document in np.argsort(-work, kind="stable").tolist():
-        length = int(lengths[document])
-        for at, tokens in bins.put(length, float(work[document])):
+        length = missing = int(lengths[document])
+        least_room = length if room.max() >= length else 1
+        while missing:
+            at = int(np.where(room >= least_room, load, np.inf).argmin())
+            tokens = min(missing, int(room[at]))
             share = tokens / length
+            room[at] -= tokens
+            load[at] += work[document] * share
             sums[0, at] += forward_seconds[document] * share
             sums[1, at] += backward_seconds[document] * share
-    return Bins(bin_tokens - np.array(bins.room, dtype=np.float64), sums[0], sums[1])
-
-
-class _OpenBins:
-    """Bins that fill up. Documents must come longest first: a bin without room for one of them is
-    set aside until documents are short enough, so that each is looked at few times."""
-
-    def __init__(self, n_bins: int, cap_tokens: int) -> None:
-        self.room = [cap_tokens] * n_bins
-        self._load = [0.0] * n_bins
-        self._by_load = [(0.0, at) for at in range(n_bins)]
-        self._aside: list[tuple[int, int]] = []  # (-room, bin)
-
-    def put(self, length: int, work: float) -> list[tuple[int, int]]:
-        """Adds a document; returns where its tokens went, (bin, tokens): the bin with the least
-        work that has room for all of it, else the bins with the least work."""
-        while self._aside and -self._aside[0][0] >= length:
-            _, at = heapq.heappop(self._aside)
-            heapq.heappush(self._by_load, (self._load[at], at))
-        while self._by_load and self.room[self._by_load[0][1]] < length:
-            _, at = heapq.heappop(self._by_load)
-            heapq.heappush(self._aside, (-self.room[at], at))
-        if self._by_load:
-            at = self._by_load[0][1]
-            self._take(at, length, work)
-            heapq.heapreplace(self._by_load, (self._load[at], at))
-            return [(at, length)]
-        return self._cut(length, work)
-
-    def _cut(self, length: int, work: float) -> list[tuple[int, int]]:
-        places = []
-        missing = length
-        for _, at in sorted((self._load[at], at) for _, at in self._aside):
-            tokens = min(missing, self.room[at])
-            if tokens:
-                self._take(at, tokens, work * tokens / length)
-                places.append((at, tokens))
-                missing -= tokens
-        self._aside = [(-self.room[at], at) for _, at in self._aside]
-        heapq.heapify(self._aside)
-        return places
-
-    def _take(self, at: int, tokens: int, work: float) -> None:
-        self.room[at] -= tokens
-        self._load[at] += work
+            missing -= tokens
+    return Bins((bin_tokens - room).astype(np.float64), sums[0], sums[1])
