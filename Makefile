@@ -63,7 +63,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 
 # Twelve steps are enough for the loss to fall. Short pieces cost little on a CPU; verifying a step
 # costs as much as the step.
-DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128 --overwrite
+DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128
 
 .PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
@@ -91,6 +91,7 @@ help:
 
 demo: $(DEMO_INSTALLED)
 	@echo "== 2 trainers and 2 attention nodes: core attention on the nodes"
+	@rm -rf runs/demo-pool runs/demo-in-place
 	@$(BIN)/distca local --mode pool --name demo-pool $(DEMO)
 	@echo
 	@echo "== 2 trainers: core attention balanced over the trainers themselves"

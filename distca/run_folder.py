@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from distca.errors import RunFolderError
+from distca.errors import DistcaError
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class RunFolder:
             for path in (self.record, self.report):
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
+            raise DistcaError(f"{self.root} cannot be used: {error.strerror}") from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -84,63 +83,32 @@ class RunFolder:
                 while not _locked(file, lock):
                     file = stack.enter_context(lock.open("w"))
             except BlockingIOError:
-                raise RunFolderError(
+                raise DistcaError(
                     f"{self.root} is in use by a run that has not ended; choose another name, or "
                     "wait for its end"
                 ) from None
             except OSError as error:
-                raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
+                raise DistcaError(f"{self.root} cannot be used: {error.strerror}") from error
             try:
                 yield
             finally:
                 lock.unlink(missing_ok=True)
 
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+    def prepare(self, *, resume: bool) -> None:
         """Makes the folder ready for a run."""
-        if resume:
-            if self.newest_checkpoint() is None:
-                raise RunFolderError(
+        try:
+            if resume and self.newest_checkpoint() is None:
+                raise DistcaError(
                     f"{self.root} holds no checkpoint to resume from; leave --resume out, or name "
                     "the run to resume"
                 )
-            self.open()
-            return
-        try:
-            occupied = self.root.is_dir() and any(self.root.iterdir())
-            if occupied and not overwrite:
-                raise RunFolderError(
-                    f"{self.root} holds a run already: choose another name, go on with it by "
-                    "--resume, or give --overwrite"
+            if not resume and self.root.is_dir() and any(self.root.iterdir()):
+                raise DistcaError(
+                    f"{self.root} is not empty: choose another name, or go on with it by --resume"
                 )
-            if occupied:
-                self._check_is_a_run()
-                shutil.rmtree(self.root)
         except OSError as error:
-            raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
+            raise DistcaError(f"{self.root} cannot be used: {error.strerror}") from error
         self.open()
-
-    def _check_is_a_run(self) -> None:
-        """ """
-        own = (
-            self.checkpoints,
-            self.logs,
-            self.step_log,
-            self.record,
-            self.report,
-            self.figures,
-        )
-        # A file that was being written when its process was killed has a longer name.
-        others = sorted(
-            path.name
-            for path in self.root.iterdir()
-            if path not in own
-            and not (path.suffix == ".partial" and path.name.startswith(tuple(p.name for p in own)))
-        )
-        if others:
-            raise RunFolderError(
-                f"{self.root} holds no run, so it is not overwritten: no run leaves {others[0]!r} "
-                "there; choose another name, or move what is there away"
-            )
 
 
 def _locked(file: IO[str], path: Path) -> bool:

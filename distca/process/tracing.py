@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from distca import __version__
-from distca.errors import SettingsError
+from distca.errors import DistcaError
 from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ def start(endpoint: str, role: str) -> None:
         role: what this process is, for example ``"attention-node"``.
     """
     if not endpoint.startswith(("http://", "https://")):
-        raise SettingsError(
+        raise DistcaError(
             f"traces endpoint is {endpoint!r}; it must be http://host:port or https://host:port"
         )
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError as error:
-        raise SettingsError(
+        raise DistcaError(
             f"traces need OpenTelemetry ({error}); install distca with the extra otel: "
             "pip install 'distca[otel]'"
         ) from error

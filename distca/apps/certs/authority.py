@@ -28,10 +28,6 @@ CLOCK_SKEW = timedelta(minutes=5)
 """Certificates begin so long before now, for machines whose clocks are behind."""
 
 
-class CertificateError(DistcaError):
-    """A certificate or key is of no use, or must not be written; the message says what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Signed:
     """A certificate and its private key, PEM; the key is secret."""
@@ -72,22 +68,22 @@ class Authority:
         """The authority whose certificate and key are given.
 
         Raises:
-            CertificateError: they are no PEM, no authority's, do not belong together, or the
+            DistcaError: they are no PEM, no authority's, do not belong together, or the
                 key is no elliptic-curve key without a password.
         """
         try:
             certificate = x509.load_pem_x509_certificate(pem.certificate)
             constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         except (ValueError, x509.ExtensionNotFound) as error:
-            raise CertificateError(f"no certificate authority in PEM: {error}") from error
+            raise DistcaError(f"no certificate authority in PEM: {error}") from error
         try:
             key = load_pem_private_key(pem.key, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise CertificateError(f"no private key in PEM: {error}") from error
+            raise DistcaError(f"no private key in PEM: {error}") from error
         if not constraints.value.ca or not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CertificateError("it is no certificate authority with an EC key")
+            raise DistcaError("it is no certificate authority with an EC key")
         if key.public_key() != certificate.public_key():
-            raise CertificateError("the private key is another certificate's")
+            raise DistcaError("the private key is another certificate's")
         return cls(certificate, key)
 
     @property

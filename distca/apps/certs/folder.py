@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from core_attention.whole_file import write_whole
-from distca.apps.certs.authority import Authority, CertificateError, Signed
+from distca.apps.certs.authority import Authority, Signed
 from distca.contract.identity import Identity
+from distca.errors import DistcaError
 
 AUTHORITY = "ca"
 
@@ -33,27 +34,27 @@ class CertificateFolder:
             signs_for: how long the certificates that it is to sign are good.
 
         Raises:
-            CertificateError: what is there is no authority; the message names the files.
+            DistcaError: what is there is no authority; the message names the files.
         """
         certificate, key = self._files(AUTHORITY)
         if certificate.exists() or key.exists():
             found = Signed(certificate=certificate.read_bytes(), key=key.read_bytes())
             try:
                 authority = Authority.load(found)
-            except CertificateError as error:
-                raise CertificateError(
+            except DistcaError as error:
+                raise DistcaError(
                     f"{certificate} and {key}: {error}; put back what was there, or give another "
                     "folder"
                 ) from error
             if datetime.now(UTC) + signs_for > authority.ends:
-                raise CertificateError(
+                raise DistcaError(
                     f"the authority {certificate} ends {authority.ends:%Y-%m-%d %H:%M} UTC, before "
                     f"certificates of {signs_for.days} days; give fewer --days, or another folder, "
                     "where a new authority is made"
                 )
             return authority
         if signs_for > lifetime:
-            raise CertificateError(
+            raise DistcaError(
                 f"the new authority would be good for {lifetime.days} days, its certificates for "
                 f"{signs_for.days}; give fewer --days or more --authority-days"
             )
@@ -67,9 +68,7 @@ class CertificateFolder:
             return
         for path in (path for stem in stems for path in self._files(stem)):
             if path.exists():
-                raise CertificateError(
-                    f"{path} exists; give --force to replace it, or another folder"
-                )
+                raise DistcaError(f"{path} exists; give --force to replace it, or another folder")
 
     def add(self, stem: str, signed: Signed) -> Path:
         """Writes ``<stem>.crt`` and ``<stem>.key``; returns the first."""

@@ -31,12 +31,10 @@ def local(
     from rich.console import Console
 
     from distca.apps.local.launcher import LocalRun, launch
-    from distca.apps.local.packages import check_packages
     from distca.apps.report.summary import show_paths
     from distca.apps.train.corpus import open_corpus
 
     console = Console()
-    check_packages(local.transport)
     # The trainers open it themselves; here only so that a mistake is told at once.
     open_corpus(data.data)
     run = LocalRun(
@@ -51,7 +49,7 @@ def local(
     folder = local.run_folder(datetime.now())
     with folder.held():
         goes_on = training.resume_or_start and folder.newest_checkpoint() is not None
-        folder.prepare(resume=training.resume or goes_on, overwrite=local.overwrite)
+        folder.prepare(resume=training.resume or goes_on)
         try:
             finished = launch(run, folder, console)
         finally:

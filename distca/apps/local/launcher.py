@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from core_attention.shape import format_shape
+from distca.apps.local.pool import Pool, PoolSettings
 from distca.apps.local.process import LocalProcess
 from distca.apps.local.settings import LocalSettings
 from distca.apps.local.supervisor import POLL_SECONDS, Supervisor
@@ -25,7 +23,7 @@ from distca.apps.train.settings import (
 from distca.configuration import without_commands
 from distca.contract.settings import IntegritySettings, PlanRequest
 from distca.contract.timeouts import default_seconds
-from distca.errors import ProcessFailedError
+from distca.errors import DistcaError
 from distca.options import as_arguments
 from distca.process.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from distca.process.plain_text import plain
@@ -96,43 +94,22 @@ class _Launcher:
 
     def start_all(self) -> list[LocalProcess]:
         """Starts control plane, nodes and trainers, and returns the trainers."""
-        n_nodes, n_trainers = self._run.local.n_nodes, self._run.local.trainers
-        self._say("Starting the control plane")
-        control_plane = self._start_control_plane()
-        if n_nodes:
-            self._say(f"Starting {n_nodes} attention nodes; the first start measures the kernel")
-            self._start_nodes(control_plane)
-        self._say(f"Starting {n_trainers} trainers")
-        return [self._start_trainer(rank, control_plane) for rank in range(n_trainers)]
-
-    def _start_control_plane(self) -> str:
-        """Starts it and returns its address."""
-        process, ready = self._start_with_address(
-            "control plane",
-            ["control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"],
+        local, logs = self._run.local, self._folder.logs
+        settings = PoolSettings(
+            address_file=logs / "control-plane.address",
+            nodes=local.n_nodes,
+            shapes=(self._run.model.shape,),
+            host="127.0.0.1",
+            transport=local.transport,
+            logs=logs,
+            one_host=True,
         )
-        addresses = json.loads(self._supervisor.wait_for_file(process, ready))
-        return str(addresses["grpc"])
-
-    def _start_nodes(self, control_plane: str) -> None:
-        """Starts all nodes at once and waits until all have joined the pool."""
-        started = [
-            self._start_with_address(
-                f"attention node {index}",
-                [
-                    "attention-node",
-                    f"--control-plane={control_plane}",
-                    f"--server-id=node-{index}",
-                    f"--shape={format_shape(self._run.model.shape)}",
-                    "--data-host=127.0.0.1",
-                    f"--transport={self._run.local.transport}",
-                    "--one-host",
-                ],
-            )
-            for index in range(self._run.local.n_nodes)
-        ]
-        for process, ready in started:
-            self._supervisor.wait_for_file(process, ready)
+        nodes = f"; {local.n_nodes} attention nodes, which measure the kernel at their first start"
+        self._say("Starting the control plane" + (nodes if local.n_nodes else ""))
+        pool = Pool(settings, self._environ, self._supervisor)
+        control_plane = pool.start(["cpu"] * local.n_nodes)
+        self._say(f"Starting {local.trainers} trainers")
+        return [self._start_trainer(rank, control_plane) for rank in range(local.trainers)]
 
     def _start_trainer(self, rank: int, control_plane: str) -> LocalProcess:
         run = self._run
@@ -145,43 +122,23 @@ class _Launcher:
             one_host=True,
             device=DeviceName.CPU,
         )
-        return self._start(
-            f"trainer {rank}",
-            [
-                "train",
-                *as_arguments(service, run.data, run.model, run.training, run.plan, run.integrity),
-            ],
-            {"RANK": str(rank), "WORLD_SIZE": str(run.local.trainers)},
-            # What the first one shows is for the user.
-            shows=rank == 0,
+        arguments = as_arguments(
+            service, run.data, run.model, run.training, run.plan, run.integrity
         )
-
-    def _start_with_address(self, name: str, arguments: Sequence[str]) -> tuple[LocalProcess, Path]:
-        """Starts a service on free ports; the file appears when it is ready, with its addresses."""
-        ready = self._folder.logs / f"{_file_name(name)}.address"
-        ready.unlink(missing_ok=True)
-        return self._start(name, [*arguments, f"--address-file={ready}"]), ready
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(run.local.trainers)}
+        return self._supervisor.watch(
+            LocalProcess(
+                f"trainer {rank}",
+                ["--log-level=info", "train", *arguments],
+                self._folder.logs / f"trainer-{rank}.log",
+                {**self._environ, **ranks},
+                # What the first one shows is for the user.
+                shows=rank == 0,
+            )
+        )
 
     def _say(self, text: str) -> None:
         self._console.print(plain(text), style="dim", highlight=False, markup=False)
-
-    def _start(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        environ: Mapping[str, str] | None = None,
-        *,
-        shows: bool = False,
-    ) -> LocalProcess:
-        return self._supervisor.watch(
-            LocalProcess(
-                name,
-                ["--log-level=info", *arguments],
-                self._folder.logs / f"{_file_name(name)}.log",
-                {**self._environ, **(environ or {})},
-                shows=shows,
-            )
-        )
 
 
 class _Follower:
@@ -213,7 +170,7 @@ class _Follower:
         """Asks the trainers to stop, and gives them time to finish their step and save.
 
         Raises:
-            ProcessFailedError: they did not within STOP_SECONDS, or one failed.
+            DistcaError: they did not within STOP_SECONDS, or one failed.
         """
         for trainer in self._trainers:
             trainer.interrupt()
@@ -221,13 +178,9 @@ class _Follower:
         while any(trainer.exit_code is None for trainer in self._trainers):
             self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
             if time.monotonic() > deadline:
-                raise ProcessFailedError(
+                raise DistcaError(
                     f"the trainers did not stop within {STOP_SECONDS:.0f} s after being asked to; "
                     "they are killed, and go on from their last checkpoint when resumed"
                 )
             time.sleep(POLL_SECONDS)
         self._supervisor.check(done=self._trainers, done_codes=_STOPPED_CODES)
-
-
-def _file_name(process_name: str) -> str:
-    return process_name.replace(" ", "-")

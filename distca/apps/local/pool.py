@@ -21,7 +21,7 @@ from distca.apps.local.process import LocalProcess
 from distca.apps.local.supervisor import POLL_SECONDS, Supervisor
 from distca.contract.addresses import FILE, split_addresses
 from distca.contract.checks import check_least
-from distca.errors import ProcessFailedError
+from distca.errors import DistcaError
 from distca.options import Read, option
 from distca.process.interrupt import StopRequest
 from distca.process.plain_text import plain
@@ -72,6 +72,11 @@ class PoolSettings:
     )
     transport: TransportName = option(TransportName.AUTO, "What moves the rows.")
     logs: Path = option(Path("distca-logs"), "Folder of the processes' logs.")
+    one_host: bool = option(
+        False,
+        "Whether all trainers are on this host: then they use shared memory.",
+        "--one-host/--several-hosts",
+    )
 
     def __post_init__(self) -> None:
         check_least(self, rank=0)
@@ -99,12 +104,12 @@ def keep_up(settings: PoolSettings, environ: Mapping[str, str], console: Console
     none is left then.
 
     Raises:
-        ProcessFailedError: one did not become ready, or has ended :data:`MOST_DEATHS` times.
+        DistcaError: one did not become ready, or has ended :data:`MOST_DEATHS` times.
     """
     devices = settings.devices
     settings.logs.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop, Supervisor(stopping=lambda: stop.requested) as supervisor:
-        pool = _Pool(settings, environ, supervisor)
+        pool = Pool(settings, environ, supervisor)
         try:
             control_plane = pool.start(devices)
             console.print(
@@ -132,7 +137,9 @@ class _Member:
     n_deaths: int = field(default=0)
 
 
-class _Pool:
+class Pool:
+    """The processes of one host, each started once those that it needs are ready."""
+
     def __init__(
         self, settings: PoolSettings, environ: Mapping[str, str], supervisor: Supervisor
     ) -> None:
@@ -156,7 +163,8 @@ class _Pool:
             kept.arguments = self._control_plane(port=int(address.rpartition(":")[2]))
         waited = []
         for index, device in enumerate(devices):
-            name = f"{socket.gethostname()}-{settings.rank}-{index}"
+            host = f"{socket.gethostname()}-{settings.rank}"
+            name = f"{'node' if settings.one_host else host}-{index}"
             ready = settings.logs / f"{name}.address"
             ready.unlink(missing_ok=True)
             arguments = self._node(name, device, named, ready)
@@ -177,7 +185,7 @@ class _Pool:
         ended = kept.process.describe_end()
         kept.n_deaths += 1
         if kept.n_deaths == MOST_DEATHS:
-            raise ProcessFailedError(
+            raise DistcaError(
                 f"{kept.name} {ended}, {MOST_DEATHS} times by now; see {kept.process.log}"
             )
         logger.warning("%s %s; it is started again, see %s", kept.name, ended, kept.process.log)
@@ -215,6 +223,7 @@ class _Pool:
             f"--data-interface={settings.data_interface}",
             f"--transport={settings.transport}",
             f"--address-file={ready.absolute()}",
+            *(["--one-host"] if settings.one_host else []),
             *(f"--shape={format_shape(shape)}" for shape in settings.shapes),
         ]
 

@@ -35,7 +35,6 @@ class LocalSettings:
     )
     name: str = option("", "Name of the run; default: mode and time of day.")
     runs_dir: Path = option(Path("runs"), "The run's folder is made in it.")
-    overwrite: bool = option(False, "Remove an earlier run of this name first.")
 
     def __post_init__(self) -> None:
         check_least(self, trainers=1, nodes=0, threads=1)

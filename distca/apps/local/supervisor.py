@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distca.apps.local.process import LocalProcess
 from distca.contract.timeouts import default_seconds
-from distca.errors import ProcessFailedError
+from distca.errors import DistcaError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Supervisor:
         """The text of the file that ``process`` writes when it is ready.
 
         Raises:
-            ProcessFailedError: a process died first, or START_TIMEOUT_SECONDS passed.
+            DistcaError: a process died first, or START_TIMEOUT_SECONDS passed.
             KeyboardInterrupt: the user asked to stop.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -62,7 +62,7 @@ class Supervisor:
                 raise KeyboardInterrupt
             self.check()
             if time.monotonic() > deadline:
-                raise ProcessFailedError(
+                raise DistcaError(
                     f"{process.name} did not become ready within {START_TIMEOUT_SECONDS:.0f} s"
                     + _quote_log(process)
                 )
@@ -76,7 +76,7 @@ class Supervisor:
         one of ``done_codes``.
 
         Raises:
-            ProcessFailedError: one has died. The message names it, says how it ended and quotes
+            DistcaError: one has died. The message names it, says how it ended and quotes
                 its log; what other processes said then follows.
         """
 
@@ -93,7 +93,7 @@ class Supervisor:
                 process for process in self._processes if process not in order and failed(process)
             ]
             time.sleep(POLL_SECONDS)
-        raise ProcessFailedError(_describe(order))
+        raise DistcaError(_describe(order))
 
     def end_all(self) -> None:
         """Ends every process that still runs: asks first, then kills. Never raises."""

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from core_attention.plan import imbalance
 from distca.apps.report.record import RunRecord, StepDetail
 from distca.apps.report.style import BLUE, GREY, INK, ORANGE, figure_style, whole_steps
-from distca.apps.report.timeline import draw_timeline
 from distca.process.plain_text import figure_text
 
 MILLI = 1e3
@@ -25,8 +24,6 @@ def draw_figures(record: RunRecord) -> dict[str, Figure]:
         drawers["imbalance"] = lambda: draw_imbalance(record)
     if (detail := record.detail) is not None:
         drawers["load"] = lambda: draw_load(detail)
-        if detail.timeline:
-            drawers["timeline"] = lambda: draw_timeline(detail, on_gpu=record.device != "cpu")
     with figure_style():
         return {name: draw() for name, draw in drawers.items()}
 

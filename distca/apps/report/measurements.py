@@ -10,7 +10,7 @@ import numpy as np
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan
-from distca.apps.report.record import StepDetail, TimelineEvent
+from distca.apps.report.record import StepDetail
 from distca.contract.codec import plan_from_proto
 from distca.v1 import jobs_pb2
 
@@ -56,7 +56,7 @@ class StepMeasurements:
         """The imbalance of what servers measured; None while one has not reported."""
         return None if self.measured_seconds is None else tick_imbalance(self.measured_seconds)
 
-    def detail(self, step: int, n_layers: int, timeline: Iterable[TimelineEvent]) -> StepDetail:
+    def detail(self, step: int, n_layers: int) -> StepDetail:
         """The step in full, by its number in the run. Forecasts are per layer, so they are
         multiplied."""
         measured = self.measured_seconds
@@ -69,7 +69,6 @@ class StepMeasurements:
             planned_seconds=_totals(self.planned_seconds * n_layers),
             measured_seconds=() if measured is None else _totals(measured),
             reason=self.plan.reason,
-            timeline=tuple(timeline),
         )
 
 

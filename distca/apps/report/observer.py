@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distca.apps.report.measurements import StepMeasurements, tick_imbalance
-from distca.apps.report.readable_timeline import readable_timeline
 from distca.apps.report.record import StepDetail, TrainingStep
 from distca.apps.report.summary import WARMUP_STEPS
 from distca.contract import rpc
-from trainer_client import Session, StepReport
+from trainer_client import Session
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +76,8 @@ class Observer:
         )
         if report is None or found.measured_seconds is None:
             return False
-        self._consider_for_detail(record.step, found, report)
-        return True
-
-    def _consider_for_detail(self, step: int, found: StepMeasurements, report: StepReport) -> None:
-        rank = (step - self._first >= WARMUP_STEPS, tick_imbalance(found.home_seconds))
+        rank = (number >= WARMUP_STEPS, tick_imbalance(found.home_seconds))
         if rank > self._detail_rank:
             self._detail_rank = rank
-            timeline = readable_timeline(report.trace)
-            self.detail = found.detail(step, self._session.options.n_layers, timeline)
+            self.detail = found.detail(record.step, self._session.options.n_layers)
+        return True

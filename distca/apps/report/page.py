@@ -21,13 +21,7 @@ _CAPTIONS = {
     "imbalance": "Time of the slowest server in each tick over the mean of all servers. Without "
     "planning, every rank would run the attention of its own documents.",
     "load": "The step that would have been the most unbalanced without planning.",
-    "timeline": "What rank 0 did in that step, and which of its core attention was under way.",
 }
-
-_TIMELINE_OF_A_GPU = (
-    "What the thread did that launches the work of rank 0's GPU. It runs ahead of the device: "
-    "while it waits, the device computes what was launched before."
-)
 
 
 def write_report(record: RunRecord, page: Path, figures: Path) -> None:
@@ -44,16 +38,10 @@ def render_page(record: RunRecord, figures: Mapping[str, Figure]) -> str:
         record=record,
         rows=summary_rows(record),
         figures=[
-            {"name": name, "caption": _caption(name, record), "png": _base64_png(figure)}
+            {"name": name, "caption": _CAPTIONS[name], "png": _base64_png(figure)}
             for name, figure in figures.items()
         ],
     )
-
-
-def _caption(name: str, record: RunRecord) -> str:
-    if name == "timeline" and record.device != "cpu":
-        return _TIMELINE_OF_A_GPU
-    return _CAPTIONS[name]
 
 
 def _base64_png(figure: Figure) -> str:

@@ -42,16 +42,6 @@ class TrainingStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineEvent:
-    """A stretch of time in one lane of a step's timeline; seconds from the step's beginning."""
-
-    lane: str
-    name: str
-    begin_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepDetail:
     """One step in full.
 
@@ -65,7 +55,6 @@ class StepDetail:
         measured_seconds: ``[n_servers]`` kernel seconds that each server measured; empty when
             they did not arrive.
         reason: why the planner stopped, in its words.
-        timeline: of rank 0.
     """
 
     step: int
@@ -76,7 +65,6 @@ class StepDetail:
     planned_seconds: tuple[float, ...]
     measured_seconds: tuple[float, ...]
     reason: str
-    timeline: tuple[TimelineEvent, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +111,6 @@ class RunRecord:
         steps: every step, those before a resume included.
         detail: the step that was most unbalanced at home, in full; None when none was recorded.
         verification: None without ``--verify``.
-        device: type of what the ranks computed on, ``"cpu"`` or ``"cuda"``.
     """
 
     name: str
@@ -139,7 +126,6 @@ class RunRecord:
     steps: tuple[TrainingStep, ...]
     detail: StepDetail | None = None
     verification: Verification | None = None
-    device: str = "cpu"
 
     def to_json(self) -> str:
         """The record as a JSON text."""

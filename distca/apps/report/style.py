@@ -12,16 +12,9 @@ from matplotlib.axes import Axes
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 GREEN = "#009E73"
-VERMILION = "#D55E00"
-SKY = "#56B4E9"
 PURPLE = "#CC79A7"
 GREY = "#8C8C8C"
 INK = "#222222"
-
-LIGHT_SKY = "#A9D8F5"
-
-SPARE = [VERMILION, SKY, INK]
-"""Colours of kinds of things that have none of their own."""
 
 # Typed as Any because matplotlib's stubs want a literal of every name it knows.
 _SETTINGS: Any = {

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from core_attention.whole_file import write_whole
-from distca.errors import CheckpointError
+from distca.errors import DistcaError
 from distca.run_folder import list_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class KeptCheckpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._failure: CheckpointError | None = None
+        self._failure: DistcaError | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes ``checkpoint``; a failure is a warning, and kept for :meth:`require_last`."""
@@ -84,7 +84,7 @@ class KeptCheckpoints:
                 old.unlink()
         # torch reports a failed write to a file object as RuntimeError.
         except (OSError, RuntimeError) as error:
-            self._failure = CheckpointError(f"{path} cannot be written: {_reason(error)}")
+            self._failure = DistcaError(f"{path} cannot be written: {_reason(error)}")
             logger.warning("%s; training goes on and saves at the next one", self._failure)
         else:
             logger.info("saved checkpoint %s", path)
@@ -93,10 +93,10 @@ class KeptCheckpoints:
         """Checks at the end of the run that its last checkpoint was saved.
 
         Raises:
-            CheckpointError: it was not.
+            DistcaError: it was not.
         """
         if self._failure is not None:
-            raise CheckpointError(
+            raise DistcaError(
                 f"the run ended without its last checkpoint: {self._failure}; make room and go on "
                 "with --resume"
             ) from self._failure
@@ -110,7 +110,7 @@ class KeptCheckpoints:
         resume from.
 
         Raises:
-            CheckpointError: they cannot be moved or removed.
+            DistcaError: they cannot be moved or removed.
         """
         paths = list_checkpoints(self._folder)
         if not paths:
@@ -127,7 +127,7 @@ class KeptCheckpoints:
                 if path != kept:
                     path.unlink()
         except OSError as error:
-            raise CheckpointError(
+            raise DistcaError(
                 f"{self._folder} holds checkpoints of an earlier run that cannot be set aside: "
                 f"{error.strerror}; give --resume, or another run folder"
             ) from error
@@ -141,12 +141,12 @@ class KeptCheckpoints:
         """Reads the newest checkpoint.
 
         Raises:
-            CheckpointError: there is none, it cannot be read, or it belongs to another
+            DistcaError: there is none, it cannot be read, or it belongs to another
                 ``identity``.
         """
         paths = list_checkpoints(self._folder)
         if not paths:
-            raise CheckpointError(
+            raise DistcaError(
                 f"{self._folder} holds no checkpoint to resume from; give --resume-or-start to "
                 "begin at the first step"
             )
@@ -155,13 +155,13 @@ class KeptCheckpoints:
             fields = torch.load(path, map_location="cpu", weights_only=True)
             checkpoint = Checkpoint(**fields)
         except _UNREADABLE as error:
-            raise CheckpointError(
+            raise DistcaError(
                 f"{path} cannot be read ({error}); remove it to resume from an older one"
             ) from error
         then = checkpoint.identity
         if differing := sorted(name for name in identity if then.get(name) != identity[name]):
             shown = "; ".join(f"{n}: {then.get(n)!r} then, {identity[n]!r} now" for n in differing)
-            raise CheckpointError(
+            raise DistcaError(
                 f"{path} belongs to another run ({shown}); give the options that it began with"
             )
         return checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from core_attention.arrays import Int64Array
-from distca.errors import DataError
+from distca.errors import DistcaError
 
 VOCABULARY_SIZE = 256
 
@@ -33,7 +33,7 @@ class Corpus:
         self.lengths: Int64Array = np.array([sizes[file] for file in self._files], dtype=np.int64)
         """Tokens of each document."""
         if not self._files:
-            raise DataError(
+            raise DistcaError(
                 f"{source} holds no text file that is not empty; put at least one there"
             )
 
@@ -45,11 +45,11 @@ class Corpus:
                 file.seek(begin)
                 data = file.read(end - begin)
         except OSError as error:
-            raise DataError(
+            raise DistcaError(
                 f"{path}: {error.strerror}; leave it in place while training"
             ) from error
         if len(data) != end - begin:
-            raise DataError(
+            raise DistcaError(
                 f"{path} had {self.lengths[document]} bytes when training began and has fewer than "
                 f"{end} now; leave it in place while training"
             )
@@ -70,7 +70,7 @@ def open_corpus(folder: Path | None) -> Corpus:
     of Python's standard library.
 
     Raises:
-        DataError: there is no such folder, or no text in it.
+        DistcaError: there is no such folder, or no text in it.
     """
     if folder is None:
         root, installed = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
@@ -78,7 +78,7 @@ def open_corpus(folder: Path | None) -> Corpus:
         own = [each for each in sources if not installed & {*each.relative_to(root).parts}]
         return Corpus("Python's standard library", own)
     if not folder.is_dir():
-        raise DataError(f"data path {folder} is no folder; give one that holds text files")
+        raise DistcaError(f"data path {folder} is no folder; give one that holds text files")
     files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
     return Corpus(str(folder), [each for each in files if _is_shown_text(each, folder)])
 
@@ -90,4 +90,4 @@ def _is_shown_text(path: Path, root: Path) -> bool:
         with path.open("rb") as file:
             return b"\0" not in file.read(_SNIFF_BYTES)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+        raise DistcaError(f"{path}: {error.strerror}") from error

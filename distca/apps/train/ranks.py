@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 
 from distca.apps.train.settings import DeviceName
-from distca.errors import RanksDisagreeError, SettingsError
+from distca.errors import DistcaError
 
 
 def number_of(variable: str, environ: Mapping[str, str], default: str = "") -> int:
     """A number that torchrun sets.
 
     Raises:
-        SettingsError: it is missing, or no number.
+        DistcaError: it is missing, or no number.
     """
     text = environ.get(variable, default)
     if not text.isdecimal():
-        raise SettingsError(
+        raise DistcaError(
             f"environment variable {variable} is {text!r}; start trainers with torchrun, or all "
             "processes at once with distca local"
         )
@@ -33,13 +33,13 @@ def choose_device(name: DeviceName, local_rank: int) -> torch.device:
     """The device of the trainer that is number ``local_rank`` on its host, made current.
 
     Raises:
-        SettingsError: there is no such CUDA device.
+        DistcaError: there is no such CUDA device.
     """
     n_devices = torch.cuda.device_count() if name is not DeviceName.CPU else 0
     if name is DeviceName.CPU or (name is DeviceName.AUTO and not n_devices):
         return torch.device("cpu")
     if local_rank >= n_devices:
-        raise SettingsError(
+        raise DistcaError(
             f"LOCAL_RANK {local_rank} asks for CUDA device {local_rank}, and there are "
             f"{n_devices}; start one trainer a GPU, or give --device cpu"
         )
@@ -75,14 +75,14 @@ def check_agreement(what: Mapping[str, object]) -> None:
     """Checks that all ranks pass equal values.
 
     Raises:
-        RanksDisagreeError: on every rank, naming the field and each rank's value.
+        DistcaError: on every rank, naming the field and each rank's value.
     """
     everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(what))
     for name in what:
         values = [each.get(name) for each in everyone]
         if any(value != values[0] for value in values):
-            raise RanksDisagreeError(
+            raise DistcaError(
                 f"ranks disagree on {name}: {values}, in order of ranks; start all of them with "
                 "the same data and options"
             )

@@ -46,7 +46,7 @@ from distca.contract.settings import (
     RankTimeouts,
     values_of,
 )
-from distca.errors import DataError, VerificationError
+from distca.errors import DistcaError
 from distca.process.interrupt import StopRequest
 from distca.run_folder import RunFolder, list_checkpoints
 
@@ -97,7 +97,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         loop.checkpoints.require_last()
     verified = loop.verifier.result if loop.verifier else None
     if verified is not None and not verified.passed:
-        raise VerificationError(
+        raise DistcaError(
             f"local attention differs by {verified.loss:.1e} of the loss (allowed "
             f"{verified.loss_tolerance:.0e}) and {verified.gradient:.1e} of gradients (allowed "
             f"{verified.gradient_tolerance:.0e}), in {verified.parameter}"
@@ -225,14 +225,13 @@ class _Loop:
             steps=self._log.read(),
             detail=self._observer.detail if self._observer else None,
             verification=self.verifier.result if self.verifier else None,
-            device=self._device.type,
         )
 
     def _train_step(self, step: int, first: int) -> None:
         by_rank = self._packer.pack(step)
         predicted = sum(map(predicted_tokens, by_rank))
         if not predicted:
-            raise DataError(f"all documents of step {step} have one token; give longer ones")
+            raise DistcaError(f"all documents of step {step} have one token; give longer ones")
         batch = batch_of(self._corpus, by_rank[self.rank], self._device)
         began = time.perf_counter()
         own_loss = self.trainer.run(batch, predicted / self._n_ranks)

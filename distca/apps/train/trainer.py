@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import distca
 from distca.apps.train.corpus import VOCABULARY_SIZE
 from distca.apps.train.settings import ModelSettings, Sharding
-from distca.errors import DivergenceError
+from distca.errors import DistcaError
 
 MAX_GRADIENT_NORM = 1.0
 _FEED_FORWARD_MULTIPLE = 32
@@ -115,12 +115,12 @@ class Trainer:
         """Clips the gradients and updates the weights; returns the norm before clipping.
 
         Raises:
-            DivergenceError: the norm is not finite, so the weights would be lost.
+            DistcaError: the norm is not finite, so the weights would be lost.
         """
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         found = float(_whole(norm))
         if not math.isfinite(found):
-            raise DivergenceError(f"the gradients' norm is {found}; lower --learning-rate")
+            raise DistcaError(f"the gradients' norm is {found}; lower --learning-rate")
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()

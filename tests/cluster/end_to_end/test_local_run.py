@@ -76,7 +76,6 @@ class Finished:
             "loss",
             "imbalance",
             "load",
-            "timeline",
         }
         assert f"Report: {self.run.folder.report}" in self.ended.output
 
@@ -133,8 +132,8 @@ def test_sharded_run_goes_on_from_its_checkpoint(
     ("victim", "name"),
     [
         ("train 1", "trainer 1"),
-        ("attention-node 0", "attention node 0"),
-        ("control-plane 0", "control plane"),
+        ("attention-node 0", "node-0"),
+        ("control-plane 0", "control-plane"),
     ],
 )
 def test_killed_process_ends_the_run_and_is_named(
@@ -146,7 +145,7 @@ def test_killed_process_ends_the_run_and_is_named(
     processes[victim].kill()
     ended = run.wait(MESSAGE_SECONDS)
     assert ended.exit_code == 1
-    assert f"ProcessFailedError: {name} (pid {processes[victim].pid}) was killed" in ended.output
+    assert f"DistcaError: {name} (pid {processes[victim].pid}) was killed" in ended.output
     assert f"Logs: {run.folder.logs}" in ended.output
     assert all_gone(processes)
 

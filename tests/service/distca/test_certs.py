@@ -10,9 +10,10 @@ import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store
 
-from distca.apps.certs.authority import CLOCK_SKEW, Authority, CertificateError, Signed
+from distca.apps.certs.authority import CLOCK_SKEW, Authority, Signed
 from distca.apps.certs.folder import CertificateFolder
 from distca.contract.identity import Identity, Role
+from distca.errors import DistcaError
 from tests.service.distca.test_cli import distca
 
 DAY = timedelta(days=1)
@@ -39,7 +40,7 @@ def test_a_certificate_is_valid_for_what_its_role_does(authority: Authority, rol
     if role is Role.CONTROL_PLANE:
         server.verify(signed, [])
     else:
-        with pytest.raises(x509.verification.VerificationError):
+        with pytest.raises(x509.verification.DistcaError):
             server.verify(signed, [])
 
 
@@ -59,7 +60,7 @@ def test_what_cannot_sign_is_refused(authority: Authority) -> None:
         (trainer, "no certificate authority with an EC key"),
         (Signed(certificate=authority.pem.certificate, key=other.pem.key), "another certificate's"),
     ):
-        with pytest.raises(CertificateError, match=why):
+        with pytest.raises(DistcaError, match=why):
             Authority.load(wrong)
 
 
@@ -76,7 +77,7 @@ def test_keys_are_for_their_owner_and_nothing_is_replaced_unasked(tmp_path: Path
     key = certificate.with_suffix(".key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "certs").stat().st_mode) == 0o700
-    with pytest.raises(CertificateError, match=r"trainer\.crt exists; give --force"):
+    with pytest.raises(DistcaError, match=r"trainer\.crt exists; give --force"):
         folder.add("trainer", signed)
     key.chmod(0o644)
     CertificateFolder(tmp_path / "certs", force=True).add("trainer", signed)
@@ -95,12 +96,12 @@ def test_half_an_authority_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path)
-    with pytest.raises(CertificateError, match="good for 3 days, its certificates for 4"):
+    with pytest.raises(DistcaError, match="good for 3 days, its certificates for 4"):
         folder.authority(3 * DAY, 4 * DAY)
     assert not list(tmp_path.iterdir())
     folder.authority(3 * DAY, 3 * DAY)
     folder.authority(3 * DAY, 2 * DAY)
-    with pytest.raises(CertificateError, match=f"{tmp_path}/ca.crt ends .* of 4 days; give"):
+    with pytest.raises(DistcaError, match=f"{tmp_path}/ca.crt ends .* of 4 days; give"):
         folder.authority(9 * DAY, 4 * DAY)
 
 
@@ -119,7 +120,7 @@ def test_the_command_refuses_what_it_should(tmp_path: Path) -> None:
     assert distca("certs", "make", str(tmp_path), "--role=trainer").returncode == 0
     again = distca("certs", "make", str(tmp_path), "--role=trainer")
     assert again.returncode == 1
-    assert "CertificateError" in again.stderr
+    assert "DistcaError" in again.stderr
     added = distca("certs", "make", str(tmp_path), "--role=trainer", "--name=team-b")
     assert added.returncode == 0
     assert (tmp_path / "trainer-team-b.key").exists()

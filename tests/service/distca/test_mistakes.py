@@ -6,7 +6,6 @@ import socket
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -137,21 +136,6 @@ def test_commands_say_which_extra_they_need() -> None:
     assert all("distca[" in message for message in messages)
     assert done.stderr.count("ended with 1") == len(commands)
     assert "Traceback" not in done.stderr
-
-
-def test_a_local_run_names_all_that_is_missing_before_it_makes_a_folder(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    program = _WITHOUT_PACKAGES.format(
-        missing=sorted(EXTRAS), commands=[["local", f"--runs-dir={runs}", "--transport=ucxx"]]
-    )
-    done = ran_python(program, env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"})
-    assert done.stderr.splitlines() == [
-        "MissingPackageError: distca local needs the packages greenlet, jinja2, matplotlib, "
-        "psutil, pyarrow, torch, transformers, ucxx, which are not installed: "
-        "pip install 'distca[trainer,node,ucxx-cu13]'",
-        "ended with 1",
-    ]
-    assert not runs.exists()
 
 
 def test_every_extra_that_is_named_exists() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from distca.errors import SettingsError
+from distca.errors import DistcaError
 from distca.process import tracing
 from distca.v1 import membership_pb2
 from tests import ROOT
@@ -123,12 +123,12 @@ def test_off_costs_no_import() -> None:
 
 
 def test_an_endpoint_without_a_scheme_is_named() -> None:
-    with pytest.raises(SettingsError, match="'collector:4317'; it must be http://"):
+    with pytest.raises(DistcaError, match="'collector:4317'; it must be http://"):
         tracing.start("collector:4317", "trainer")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SettingsError, match=r"pip install 'distca\[otel\]'"):
+    with pytest.raises(DistcaError, match=r"pip install 'distca\[otel\]'"):
         tracing.start("http://collector:4317", "trainer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from distca.apps.report.record import (
     RunRecord,
     StepDetail,
-    TimelineEvent,
     TrainingStep,
     Verification,
 )
@@ -63,23 +62,4 @@ def example_detail() -> StepDetail:
         planned_seconds=(0.082, 0.080),
         measured_seconds=(0.086, 0.079),
         reason="every server is within 3 % of the mean",
-        timeline=tuple(_timeline()),
     )
-
-
-def _timeline() -> list[TimelineEvent]:
-    events = []
-    for turn in range(16):
-        lane, begin = f"nano-batch {turn % 2}", turn * 0.030
-        name = "compute forward" if turn < 8 else "compute backward"
-        events.append(_event(lane, name, begin, begin + 0.025))
-        events.append(_event(lane, "send", begin + 0.025, begin + 0.027))
-        events.append(_event(lane, "wait", begin + 0.027, begin + 0.030))
-        away = (begin + 0.027, begin + 0.060)
-        events.append(_event(f"{lane} attention", "attention under way", *away))
-        events.append(_event("in-place server", "kernel", begin + 0.030, begin + 0.050))
-    return sorted(events, key=lambda event: (event.lane == "in-place server", event.lane))
-
-
-def _event(lane: str, name: str, begin: float, end: float) -> TimelineEvent:
-    return TimelineEvent(lane=lane, name=name, begin_seconds=begin, end_seconds=end)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distca.apps.train.corpus import Corpus, open_corpus
-from distca.errors import DataError
+from distca.errors import DistcaError
 
 
 def texts(corpus: Corpus) -> list[str]:
@@ -43,13 +43,13 @@ def test_fingerprint_differs_when_a_length_differs(tmp_path: Path) -> None:
 
 def test_what_holds_no_text_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
-    with pytest.raises(DataError):
+    with pytest.raises(DistcaError, match="texts"):
         open_corpus(folder)
     folder.mkdir()
     for content in (None, b"PAR1\0", b""):
         if content is not None:
             (folder / "shard.parquet").write_bytes(content)
-        with pytest.raises(DataError):
+        with pytest.raises(DistcaError, match="texts"):
             open_corpus(folder)
 
 
@@ -59,5 +59,5 @@ def test_file_that_shrinks_or_vanishes_while_training_is_refused(tmp_path: Path)
     corpus = open_corpus(tmp_path)
     for change in (lambda: path.write_text("a"), path.unlink):
         change()
-        with pytest.raises(DataError):
+        with pytest.raises(DistcaError, match=r"a\.txt"):
             corpus.tokens(0, 0, 11)

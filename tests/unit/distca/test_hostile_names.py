@@ -26,7 +26,6 @@ from distca.apps.report.figures import draw_figures
 from distca.apps.report.page import render_page
 from distca.apps.report.record import RunRecord
 from distca.apps.report.summary import summary_table
-from distca.apps.report.timeline import draw_timeline
 from distca.apps.simulator.verdict import Judgement, Worth
 from distca.apps.top.run import _view
 from distca.contract.rpc_errors import Reason, RpcError
@@ -44,7 +43,6 @@ def hostile_record() -> RunRecord:
         record.detail,
         servers=(HOSTILE, "node-1"),
         reason=HOSTILE,
-        timeline=tuple(replace(event, lane=HOSTILE) for event in record.detail.timeline),
     )
     return replace(record, name=HOSTILE, model=HOSTILE, data=HOSTILE, detail=detail)
 
@@ -128,7 +126,7 @@ def test_a_preview_page_runs_nothing_and_keeps_its_figure(tmp_path: Path) -> Non
 def test_figures_take_no_name_for_a_formula() -> None:
     record = hostile_record()
     assert record.detail is not None
-    drawn = [*draw_figures(record).values(), draw_timeline(record.detail)]
+    drawn = draw_figures(record).values()
     texts = []
     for figure in drawn:
         # Raises for what looks like a formula and is none.

@@ -18,7 +18,7 @@ from distca.apps.report.figures import draw_figures, draw_load
 from distca.apps.report.page import render_page, write_report
 from distca.apps.report.step_log import StepLog
 from distca.apps.report.summary import summary_rows, summary_table
-from distca.errors import RunFolderError
+from distca.errors import DistcaError
 from tests.unit.distca.example_record import example_detail, example_record
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -30,7 +30,7 @@ def test_page_needs_no_other_file_and_embeds_every_figure(tmp_path: Path) -> Non
     html = (tmp_path / "report.html").read_text()
     assert not re.search(r"https?://|<link|<script|src=\"(?!data:)", html)
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
-    names = {"loss", "imbalance", "load", "timeline"}
+    names = {"loss", "imbalance", "load"}
     assert len(images) == len(names)
     assert all(base64.b64decode(image).startswith(PNG_SIGNATURE) for image in images)
     files = {path.stem: path for path in (tmp_path / "figures").iterdir()}
@@ -117,7 +117,7 @@ def test_a_damaged_line_of_a_step_log_is_named(tmp_path: Path, line: bytes) -> N
     path.write_bytes(b"\n".join((first, line, last, b"")))
     log = StepLog(path)
     for read in (log.read, partial(log.forget_from, 0)):
-        with pytest.raises(RunFolderError):
+        with pytest.raises(DistcaError, match=r"steps\.jsonl"):
             read()
 
 

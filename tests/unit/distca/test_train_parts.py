@@ -21,7 +21,7 @@ from distca.apps.train.settings import DeviceName, ModelSettings, TrainingSettin
 from distca.apps.train.trainer import build_model
 from distca.apps.train.verify import Verifier, relative_difference
 from distca.contract.codec import plan_to_proto
-from distca.errors import RanksDisagreeError, SettingsError
+from distca.errors import DistcaError
 from distca.v1 import jobs_pb2
 from tests.support.service_harness import SHAPE, planning_server, rotating_plan
 
@@ -57,7 +57,7 @@ def test_device_is_that_of_the_local_rank(
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     if expected is None:
-        with pytest.raises(SettingsError):
+        with pytest.raises(DistcaError):
             choose_device(name, local_rank=2)
         return
     device = choose_device(name, local_rank=2)
@@ -144,7 +144,7 @@ def test_ranks_that_disagree_are_told_about_what(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    with pytest.raises(RanksDisagreeError):
+    with pytest.raises(DistcaError):
         check_agreement({"documents": "abc"})
 
 
@@ -181,7 +181,7 @@ def test_measurements_are_complete_when_every_server_with_work_has_reported() ->
 
 
 def test_detail_is_of_all_layers() -> None:
-    detail = StepMeasurements.from_proto(step_response("a", "b")).detail(7, 3, [])
+    detail = StepMeasurements.from_proto(step_response("a", "b")).detail(7, 3)
     assert detail.step == 7
     assert detail.home_seconds == (6.0, 6.0)
     assert detail.planned_seconds == (12.0, 6.0)
