@@ -44,6 +44,7 @@ from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
+from distca.errors import DistcaError
 from distca.machine_errors import using
 from distca.process.certificates import watch_certificates
 from distca.process.interrupt import heeded
@@ -83,10 +84,6 @@ def run(settings: NodeSettings) -> None:
         node.close()
     if came[:1] == [signal.SIGINT]:
         raise KeyboardInterrupt
-
-
-class ExecutorStuck(RuntimeError):
-    """The executor has work and finishes none of it; only a new process helps."""
 
 
 class AttentionNode(Host):
@@ -216,7 +213,7 @@ class AttentionNode(Host):
     def _check_executor(self) -> None:
         seconds = self._executor.oldest_ready_seconds
         if seconds > self._settings.stuck_seconds:
-            raise ExecutorStuck(
+            raise DistcaError(
                 f"the executor has finished none of its work for {seconds:.0f} s, stuck_seconds is "
                 f"{self._settings.stuck_seconds:g}: the device hangs or is too slow"
             )

@@ -31,7 +31,7 @@ from control_plane.leadership.epochs import next_generation
 from control_plane.leadership.kubernetes_api import cluster_api
 from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.leadership.leader_label import LeaderLabel
-from control_plane.leadership.leadership import Alone, FileLock, Leadership, LeadershipLostError
+from control_plane.leadership.leadership import Alone, FileLock, Leadership
 from control_plane.metrics.metrics import Metrics
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner
@@ -46,6 +46,7 @@ from distca.contract.rpc import server_options
 from distca.contract.rpc_errors import Reason
 from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
+from distca.errors import DistcaError
 from distca.machine_errors import ListenError, using
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
@@ -202,7 +203,7 @@ class ControlPlane:
         why = await self._leadership.lost()
         # At once, before anything is told in the name of who leads now.
         await self._end_service()
-        raise LeadershipLostError(f"{why}; another control plane may lead now")
+        raise DistcaError(f"{why}; another control plane may lead now")
 
     async def take_over(self) -> None:
         """Waits until it is this control plane's turn, and leads from then on. Idempotent."""

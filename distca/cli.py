@@ -28,7 +28,8 @@ from distca.apps.commands import (
     train,
     up,
 )
-from distca.configuration import ConfigError, misspelt_variables, name_variables, read_config
+from distca.configuration import misspelt_variables, name_variables, read_config
+from distca.errors import DistcaError
 from distca.process.interrupt import (
     INTERRUPTED_EXIT_CODE,
     let_sigterm_end_process_1,
@@ -75,7 +76,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None and not context.resilient_parsing:
         try:
             context.default_map = read_config(path, context.command)
-        except ConfigError as error:
+        except DistcaError as error:
             raise typer.BadParameter(str(error)) from error
     return path
 

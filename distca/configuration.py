@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.errors import DistcaError
+
 PREFIX = "DISTCA"
 
 _OF_A_FLEET = tuple(f"{PREFIX}_{name}" for name in ("STATE_DIR", "TOKEN_SECRET", "LEADER_", "TLS_"))
@@ -31,10 +33,6 @@ that Kubernetes makes of Services, such as DISTCA_ATTENTION_NODE_PORT, reach 0.9
 
 _NOT_FROM_A_FILE = {"--help", "--version", "--config", "--install-completion", "--show-completion"}
 """Options that say what to do once, or where the file is."""
-
-
-class ConfigError(ValueError):
-    """A configuration file cannot be read, or says what no option takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +123,15 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     parameters, nested like the commands.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or has a key that no option has; the message
+        DistcaError: it cannot be read, is no TOML, or has a key that no option has; the message
             names the nearest that there is.
     """
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise DistcaError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise DistcaError(f"{path} is no TOML: {error}") from error
     return _defaults(given, command, (), path)
 
 
@@ -153,12 +151,12 @@ def _defaults(
             where = f"{path}: {'.'.join((*within, key))}"
             defaults[options[name].parameter.name] = _text(value, where, options[name])
         elif name in commands:
-            raise ConfigError(
+            raise DistcaError(
                 f"{path}: key {key!r}{_in_table(within)} is {value!r}, but names a command: "
                 f"put its options into [{'.'.join((*within, name))}]"
             )
         else:
-            raise ConfigError(
+            raise DistcaError(
                 f"{path}: unknown key {key!r}{_in_table(within)}; "
                 + _advice(name, [*options, *commands])
             )
@@ -179,7 +177,7 @@ def _scalar(value: Any, where: str, option: ConfigOption) -> Any:
     if isinstance(value, str | int | float):
         return str(value)
     kind = "a list of texts, or one text" if option.parameter.multiple else "one text or number"
-    raise ConfigError(f"{where} is {value!r}; {option.flag} takes {kind}")
+    raise DistcaError(f"{where} is {value!r}; {option.flag} takes {kind}")
 
 
 def _in_table(within: tuple[str, ...]) -> str:

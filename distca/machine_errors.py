@@ -111,15 +111,11 @@ def using(field: str, path: Path) -> Iterator[None]:
         raise PathError(field, path, error) from error
 
 
-class SecretError(ValueError):
-    """The file of a secret is too short, or everybody on this machine may use it."""
-
-
 def check_secret(path: Path) -> None:
     """Refuses a file that others than its owner and its group may use."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o007:
-        raise SecretError(
+        raise ValueError(
             f"{path} has mode {mode:o}: everybody on this machine may use the secret; chmod 600 "
             "it, and make another if somebody has"
         )

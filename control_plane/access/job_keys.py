@@ -18,7 +18,7 @@ from control_plane.errors import RefusedError
 from core_attention.whole_file import sync_folder, write_whole
 from distca.contract.rpc_errors import Reason
 from distca.contract.tokens import rank_of_token
-from distca.machine_errors import SecretError, check_secret, using
+from distca.machine_errors import check_secret, using
 
 MIN_SECRET_BYTES = 32
 _LABEL = b"distca job key"
@@ -41,12 +41,12 @@ class JobKeys:
 
         Raises:
             OSError: the file cannot be read.
-            SecretError: it is too short, or everybody may read it.
+            ValueError: it is too short, or everybody may read it.
         """
         check_secret(path)
         secret = path.read_bytes()
         if len(secret) < MIN_SECRET_BYTES:
-            raise SecretError(
+            raise ValueError(
                 f"{path} holds {len(secret)} bytes; a token secret has {MIN_SECRET_BYTES} or more: "
                 f"head -c {MIN_SECRET_BYTES} /dev/urandom > {path}"
             )

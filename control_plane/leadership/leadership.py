@@ -31,10 +31,6 @@ BEAT_SECONDS = 1.0
 """The holder touches the file so often, and looks whether it is still its own."""
 
 
-class LeadershipLostError(Exception):
-    """Another control plane may lead now; this one must stop at once."""
-
-
 class Leadership(Protocol):
     """The right to lead. Used on one event loop, in the order of its methods."""
 

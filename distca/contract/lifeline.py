@@ -17,6 +17,7 @@ from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.reconnect import Addresses, reach
 from distca.contract.rotation import Rotation
+from distca.errors import DistcaError
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,6 @@ DOUBTED_SECONDS = 1.0
 """Between two renewals of a lease that are made because somebody waits."""
 
 AnyContact = TypeVar("AnyContact", bound=Contact)
-
-
-class ControlPlaneAway(Exception):
-    """The control plane was away for too long."""
 
 
 class Lifeline(Generic[AnyContact]):
@@ -211,7 +208,7 @@ class Lifeline(Generic[AnyContact]):
             if self.expects_end:
                 self.finish()
             else:
-                self._stream_ended(contact, ControlPlaneAway("it ended the stream of events"))
+                self._stream_ended(contact, DistcaError("it ended the stream of events"))
         except rpc.RpcError as error:
             self._stream_ended(contact, error)
 
@@ -239,7 +236,7 @@ class Lifeline(Generic[AnyContact]):
                 raise
             if self._finished.is_set():
                 return None
-            raise ControlPlaneAway(
+            raise DistcaError(
                 f"the control plane has been away for {self._away_seconds:g} s: {error}"
             ) from error
         self._set(contact)

@@ -17,10 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class TimeoutOrderError(ValueError):
-    """Timeouts contradict each other; the message names both, their values and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timeout:
     """A wait that can run out.
@@ -73,6 +69,9 @@ def check_order(known: Mapping[str, float]) -> None:
 
     Args:
         known: seconds by name; names that are not in the table are a mistake of the caller.
+
+    Raises:
+        ValueError: some contradict each other; it names both, their values and what to do.
     """
     for name in known:
         TIMEOUTS[name]
@@ -83,7 +82,7 @@ def check_order(known: Mapping[str, float]) -> None:
         and not sum(known[name] for name in order.shorter) < known[order.longer]
     ]
     if problems:
-        raise TimeoutOrderError("; ".join(problems))
+        raise ValueError("; ".join(problems))
 
 
 def known_timeouts(*settings: object) -> dict[str, float]:

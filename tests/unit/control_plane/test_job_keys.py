@@ -14,7 +14,7 @@ from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, job_keys
 from core_attention.whole_file import write_whole
 from distca.contract.rpc_errors import Reason
 from distca.contract.tokens import KEY_BYTES, rank_token
-from distca.machine_errors import PathError, SecretError
+from distca.machine_errors import PathError
 from tests.support.errors import fails
 
 
@@ -97,5 +97,5 @@ def test_a_secret_has_its_bytes_before_it_has_its_name(
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     write_whole(path, b"short", mode=0o600)
-    with pytest.raises(SecretError):
+    with pytest.raises(ValueError, match="5 bytes"):
         JobKeys.from_file(path)

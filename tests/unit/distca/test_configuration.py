@@ -12,12 +12,12 @@ from control_plane import server
 from control_plane.settings import ControlPlaneSettings
 from distca.cli import command_line
 from distca.configuration import (
-    ConfigError,
     misspelt_variables,
     options_of,
     read_config,
     without_commands,
 )
+from distca.errors import DistcaError
 from tools.configuration_page import PAGE, printed
 
 Start = Callable[..., ControlPlaneSettings | None]
@@ -93,7 +93,7 @@ def test_a_shared_variable_comes_before_that_of_the_command(start: Start) -> Non
     ],
 )
 def test_what_is_wrong_in_a_file_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(DistcaError):
         read_config(write(tmp_path, text), command_line())
 
 
