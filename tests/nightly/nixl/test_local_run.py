@@ -18,7 +18,7 @@ def test_a_local_run_trains_over_nixl(tmp_path: Path) -> None:
         ended = run.wait(START_SECONDS)
         assert ended.exit_code == 0, ended.output
         assert run.verified_steps() == 2
-        for name in ("attention-node-0", "attention-node-1", "trainer-0", "trainer-1"):
+        for name in ("node-0", "node-1", "trainer-0", "trainer-1"):
             assert "nixl peer" in (run.folder.logs / f"{name}.log").read_text(), name
     finally:
         run.kill()
