@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def _address_of(pipe: Pipe) -> Address:
 
 def _respond(settings: ResponderSettings, pipe: Pipe) -> None:
     """Listens, says where, and answers probes until the other end of ``pipe`` is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the doctor, who ends this.
     try:
         transport = open_transport(
             settings.transport,
