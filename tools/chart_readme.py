@@ -1,12 +1,10 @@
 """Writes the table of values in the chart's README from ``values.yaml`` and its comments.
 
 Every value has a comment right above it; a line that begins with ``## `` opens a section.
-``--check`` writes nothing and exits with 1 if the README is not what it would be.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -126,20 +124,13 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the README, or with ``--check`` says whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="Write nothing.")
-    check = parser.parse_args().check
+    """Writes the README."""
     path = CHART / "README.md"
-    readme = path.read_text()
     try:
-        written = with_table(readme, table(read_values((CHART / "values.yaml").read_text())))
+        rows = table(read_values((CHART / "values.yaml").read_text()))
+        path.write_text(with_table(path.read_text(), rows))
     except (MissingCommentError, ValueError) as error:
         sys.exit(str(error))
-    if check and written != readme:
-        sys.exit("helm/distca/README.md is not what values.yaml says; run make chart-readme")
-    if not check:
-        path.write_text(written)
 
 
 if __name__ == "__main__":

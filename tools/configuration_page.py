@@ -1,12 +1,7 @@
-"""Prints the tables of ``docs/configuration.md``: timeouts, and the options of the commands.
-
-``--check`` writes nothing and exits with 1 if the page is not what it would be.
-"""
+"""Writes the tables of ``docs/configuration.md``: timeouts, and the options of the commands."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
@@ -61,16 +56,8 @@ def _default(option: ConfigOption) -> str:
 
 
 def main() -> None:
-    """Writes the page, or checks it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    page = PAGE.read_text()
-    wanted = printed(page)
-    if check and page != wanted:
-        sys.exit(f"{PAGE} is not current: run make configuration-page")
-    if not check:
-        PAGE.write_text(wanted)
+    """Writes the page."""
+    PAGE.write_text(printed(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Prints the tables of ``docs/metrics.md`` from the tables of the code.
+"""Writes the tables of ``docs/metrics.md`` from the tables of the code.
 
-``--check`` writes nothing and exits with 1 if the page is not what it would be. The sections keep
-their text around the tables; those of metrics that are not ours are left as they are.
+The sections keep their text around the tables; those of metrics that are not ours are left as they
+are.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +57,8 @@ def _as_markdown(row: Metric[Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only compare")
-    arguments = parser.parse_args()
-    before = PAGE.read_text()
-    after = printed(before)
-    if arguments.check and after != before:
-        sys.exit("docs/metrics.md is not what the code defines; run `make metrics-page`")
-    PAGE.write_text(after)
+    """Writes the page."""
+    PAGE.write_text(printed(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import pytest
 from tests import ROOT
 from tests.support.programs import ran
 from tools import release
-from tools.check_wheels import pinned
 from tools.release import ReleaseError, check_versions, references, versions
 
 VERSION = versions(ROOT)["pyproject.toml"]
@@ -100,9 +99,3 @@ def test_without_a_push_there_is_nothing_to_sign(tmp_path: Path) -> None:
 def test_a_helm_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match=r"/no/helm is not installed; give another with HELM="):
         release.push_chart("r/a", helm="/no/helm", options=[], folder=tmp_path)
-
-
-def test_wheels_are_looked_for_of_all_pinned_packages() -> None:
-    found = pinned((ROOT / "docker" / "constraints.txt").read_text())
-    assert len(found) > 100
-    assert all(line.count("==") == 1 for line in found)
