@@ -31,7 +31,7 @@ def session_options(**given: Any) -> SessionOptions:
     """The options that are given, and those that :func:`options_of_environment` finds beside
     them."""
     known = {name: value for name, value in given.items() if value is not None}
-    found = {**options_of_environment(), **known}
+    found = with_own_port({**options_of_environment(), **known})
     if "control_plane" not in found:
         raise ValueError(
             "control_plane is not given; pass its host:port, or set DISTCA_CONTROL_PLANE"
@@ -54,7 +54,16 @@ def options_of_environment(environ: Mapping[str, str] = os.environ) -> dict[str,
             except (KeyError, ValueError):
                 valid = ", ".join(_SWITCHES) if kind is bool else f"numbers ({kind.__name__})"
                 raise ValueError(f"{variable} is {text!r}; valid: {valid}") from None
-    if found.get("metrics_port"):
-        # Ranks of a host take consecutive ports.
-        found["metrics_port"] += int(environ.get("LOCAL_RANK", "0"))
     return found
+
+
+def with_own_port(
+    options: dict[str, Any], model: int = 0, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """``options`` with this rank's ``metrics_port`` in place of the host's first: ranks take
+    consecutive ports, and those of a further ``model`` of theirs follow."""
+    first = options.get("metrics_port")
+    if not first:
+        return options
+    before = model * int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {**options, "metrics_port": first + before + int(environ.get("LOCAL_RANK", "0"))}

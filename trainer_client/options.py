@@ -93,7 +93,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that the
             metrics show; 0 is no floor.
         metrics_port: port of ``/metrics`` for Prometheus; 0 takes any free one, None serves none
-            (``Session.metrics_registry`` is there for your own endpoint).
+            (``Session.metrics_registry`` is there for your own endpoint). For ``attach``, and in
+            ``DISTCA_METRICS_PORT``, that of the first rank on a host.
         metrics_host: address it listens on.
         profile_dir: where an in-place server caches its cost profile.
     """

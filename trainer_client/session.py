@@ -218,12 +218,6 @@ class Session:
         return self._link.job_id
 
     @property
-    def metrics_port(self) -> int | None:
-        """The port where this rank's metrics are served over HTTP, under ``/metrics``; None:
-        nowhere."""
-        return None if self._endpoint is None else self._endpoint.port
-
-    @property
     def next_step(self) -> int:
         """The number after the last step begun or submitted; 0 at first."""
         return max(self._handed_in | {self._last_step}) + 1

@@ -26,7 +26,7 @@ from trainer_client.attach.open_steps import OpenSteps
 from trainer_client.attach.own_forwards import OwnForwards
 from trainer_client.attach.scalars import balance_of
 from trainer_client.attach.served_decoder import ServedDecoder, holds_transformers
-from trainer_client.environment import options_of_environment
+from trainer_client.environment import options_of_environment, with_own_port
 from trainer_client.errors import SessionClosed, SessionError
 from trainer_client.models.entrance import open_door
 from trainer_client.options import SessionOptions
@@ -102,7 +102,7 @@ class Attached:
         check_range("turns", turns, 1, 2)
         if options.get("cut_documents") and turns != 2:
             raise SessionError(f"cut_documents=True cuts rows in two, and turns is {turns}")
-        self._options = {**options, "n_nano_batches": open_steps * turns}
+        self._options = {**with_own_port(options, number), "n_nano_batches": open_steps * turns}
         self._job, self._n_opened, self._turns = job, 0, turns
         self._steps: OpenSteps | None = None
         self._asleep = self._closed = False

@@ -76,9 +76,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         DistcaError, SessionError, distca.contract.rpc.RpcError: what went wrong, in words.
     """
     began = datetime.now().isoformat(timespec="seconds")
-    local_rank = number_of("LOCAL_RANK", os.environ, "0")
     corpus = open_corpus(run.data.data)
-    device = choose_device(run.service.device, local_rank)
+    device = choose_device(run.service.device, number_of("LOCAL_RANK", os.environ, "0"))
     folder = RunFolder(run.service.run_dir)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
@@ -86,7 +85,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         stack.enter_context(process_group(run.service.rendezvous, timeout, device))
         if dist.get_rank() == 0:
             folder.open()
-        loop = _Loop(run, corpus, device, local_rank, console)
+        loop = _Loop(run, corpus, device, console)
         stack.enter_context(loop.trainer.attached)
         finished = loop.train(stop)
     if loop.rank == 0:
@@ -114,9 +113,9 @@ def _write_report(record: RunRecord, folder: RunFolder) -> None:
         logger.warning("the report in %s cannot be written: %s", folder.root, error)
 
 
-def _options_of_attach(run: TrainerRun, local_rank: int) -> dict[str, Any]:
-    """The job has the run's name; ports of metrics are consecutive on a host."""
-    service, port = run.service, run.service.metrics_port
+def _options_of_attach(run: TrainerRun) -> dict[str, Any]:
+    """The job has the run's name."""
+    service = run.service
     return {
         "control_plane": service.control_plane,
         "job": RunFolder(service.run_dir).name,
@@ -127,7 +126,7 @@ def _options_of_attach(run: TrainerRun, local_rank: int) -> dict[str, Any]:
         "replace": service.replace,
         "collective_timeout_seconds": service.collective_timeout_seconds,
         "min_gigabytes_per_second": service.min_gigabytes_per_second,
-        "metrics_port": port + local_rank if port else port,
+        "metrics_port": service.metrics_port,
         **values_of(RankTimeouts, service),
         **values_of(PlanRequest, run.plan),
         **values_of(IntegritySettings, run.integrity),
@@ -139,12 +138,7 @@ class _Loop:
     """The steps of one process, and what is kept of them."""
 
     def __init__(
-        self,
-        run: TrainerRun,
-        corpus: Corpus,
-        device: torch.device,
-        local_rank: int,
-        console: Console,
+        self, run: TrainerRun, corpus: Corpus, device: torch.device, console: Console
     ) -> None:
         self.rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
         self._run, self._corpus, self._device = run, corpus, device
@@ -172,7 +166,7 @@ class _Loop:
         )
         torch.manual_seed(run.data.seed)
         self.trainer = Trainer(
-            run.model, self._packer.limit, sharding, device, **_options_of_attach(run, local_rank)
+            run.model, self._packer.limit, sharding, device, **_options_of_attach(run)
         )
         self.verifier: Verifier | None = None
         if run.training.verify:

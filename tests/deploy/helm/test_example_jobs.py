@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ import yaml
 
 from distca.apps.train.run import TrainerRun
 from tests import ROOT
-from tests.deploy.helm.chart import Manifest, container, environment, only, pod_specs, rendered
+from tests.deploy.helm.chart import (
+    CHART,
+    NAMESPACE,
+    Manifest,
+    container,
+    environment,
+    helm,
+    only,
+    pod_specs,
+    rendered,
+)
 from tests.deploy.helm.test_arguments import expanded, plain_environment, settings_of
 from tests.service.deploy.test_versions import image_names
+from trainer_client.environment import options_of_environment
 
 JOBS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
 
@@ -82,6 +94,15 @@ def test_it_joins_the_release(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert run.service.metrics_port == node["ports"][0]["containerPort"]
     if "PET_NPROC_PER_NODE" in env:
         assert int(env["PET_NPROC_PER_NODE"]) == ranks
+
+
+def test_sessions_read_each_variable_that_the_releases_notes_name() -> None:
+    settings = ("--set=tls.mode=certManager", f"--namespace={NAMESPACE}", "--dry-run=client")
+    shown = helm("install", "rel", str(CHART), *settings, version="new").stdout
+    notes = shown.partition("NOTES:")[2]
+    named = set(re.findall(r"\bDISTCA_\w+", notes))
+    assert len(named) == 5
+    assert all(len(options_of_environment({name: "1"})) == 1 for name in named)
 
 
 def lost(given: Any, kept: Any, path: str) -> list[str]:

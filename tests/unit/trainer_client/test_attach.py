@@ -14,7 +14,7 @@ from tests.support.errors import refused
 from tests.unit.trainer_client.local_session import LocalSession
 from trainer_client.attach import attached
 from trainer_client.attach.call_rows import CallRows
-from trainer_client.environment import options_of_environment, session_options
+from trainer_client.environment import options_of_environment, session_options, with_own_port
 from trainer_client.errors import SessionError
 from trainer_client.turns.branches import Branches, RowDocuments
 
@@ -140,16 +140,25 @@ def test_a_control_plane_that_nobody_names_is_asked_for(monkeypatch: pytest.Monk
 
 
 def test_options_come_from_the_environment_by_their_types() -> None:
-    given = {"DISTCA_METRICS_PORT": "9000", "LOCAL_RANK": "2", "DISTCA_CHECKSUMS": "false"}
+    given = {"DISTCA_METRICS_PORT": "9000", "DISTCA_CHECKSUMS": "false"}
     given |= {"DISTCA_TLS_CHECK_SECONDS": "3", "DISTCA_PLANNER": "", "DISTCA_RANK": "1"}
     assert options_of_environment(given) == {
-        "metrics_port": 9002,
+        "metrics_port": 9000,
         "checksums": False,
         "certificate_check_seconds": 3.0,
     }
     for name, value in (("ONE_HOST", "maybe"), ("TOLERANCE", "3%")):
         with refused():
             options_of_environment({f"DISTCA_{name}": value})
+
+
+def test_ports_of_metrics_never_collide_on_a_host() -> None:
+    hosts = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "8"} for rank in range(8)]
+    ports = [
+        with_own_port({"metrics_port": 7720}, model, each) for model in (0, 1) for each in hosts
+    ]
+    assert [each["metrics_port"] for each in ports] == [*range(7720, 7736)]
+    assert with_own_port({"metrics_port": 0}, 1, hosts[3]) == {"metrics_port": 0}
 
 
 @pytest.mark.parametrize(
