@@ -21,7 +21,7 @@
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make slurm-test  a job on a Slurm of this machine, as root (Debian: apt install slurm-wlm)
 #   make alerts-test  alerts that fire and end in a real Prometheus on a Docker engine, as root; 20 minutes
-#   make kind-test  the chart in a cluster of kind's: installed, tested, rolled, taken away
+#   make kind-test  the chart in a cluster of kind's: installed, upgraded, rolled under a job, taken away
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
 #   make push-chart  pushes the chart, as an OCI artifact
 #   make sbom     fetches the lists of Python packages of what publish pushed
@@ -358,8 +358,8 @@ alerts-test: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/alerts --durations=10 $(PYTEST)
 
 # Needs kind, kubectl and helm beside the engine.
-kind-test: image-control-plane image-attention-node
-	@helm/kind-test.sh $(call image_name,control-plane) $(call image_name,attention-node)
+kind-test: images
+	@helm/kind-test.sh $(foreach image,$(IMAGES),$(call image_name,$(image)))
 
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)
