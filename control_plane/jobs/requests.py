@@ -12,7 +12,7 @@ from control_plane.jobs.job_spec import JobPlacement, JobSpec, planning_options
 from control_plane.jobs.membership import Member, ServerDescription
 from control_plane.jobs.open_step import HandIn
 from control_plane.jobs.profiles import nominal_profile
-from control_plane.jobs.step import StepRecord, busy_seconds
+from control_plane.jobs.step import StepRecord
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
@@ -301,13 +301,12 @@ def last_step_to_proto(job: Job) -> jobs_pb2.StepStatus | None:
 
 
 def _phase_to_proto(record: StepRecord, phase: Phase) -> jobs_pb2.PhaseStatus:
-    busy = sum(sum(busy_seconds(each, phase)) for each in record.servers.values())
     return jobs_pb2.PhaseStatus(
         phase=phase.value,
         home_imbalance=record.plan.home_imbalance(phase) or 0.0,
         predicted_imbalance=record.plan.predicted_imbalance(phase) or 0.0,
         measured_imbalance=record.measured_imbalance(phase) or 0.0,
-        busy_seconds=busy / len(record.plan.servers),
+        busy_seconds=record.mean_busy_seconds(phase),
     )
 
 

@@ -182,26 +182,24 @@ class StepRecord:
             layers = by_lane if self.plan.slots is None else int(by_lane.max(initial=0))
         return float((forecast.seconds[:, index] * layers).sum())
 
+    def mean_busy_seconds(self, phase: Phase) -> float:
+        """Mean kernel seconds of the plan's servers in ``phase``."""
+        busy = (sum(busy_seconds(each, phase)) for each in self.servers.values())
+        return sum(busy) / len(self.plan.servers)
+
     def measured_imbalance(self, phase: Phase) -> float | None:
         """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;
         of pipelines ``SlotForecast.measured_imbalance``. None until every server with a task has
         reported, or if a part of the step ran under another plan."""
         if not self.runs_whole or not self.serving <= self.servers.keys():
             return None
+        silent = ServerMeasurement()
+        servers = [self.servers.get(each.server_id, silent) for each in self.plan.servers]
         slots = self.plan.slots
         if slots is not None:
-            busy = [
-                sum(sum(busy_seconds(self.servers[name], each)) for each in self.phases)
-                if name in self.servers
-                else 0.0
-                for name in (server.server_id for server in self.plan.servers)
-            ]
-            return None if self.forward_only else slots.measured_imbalance(np.array(busy))
+            busy = [sum(sum(busy_seconds(each, one)) for one in self.phases) for each in servers]
+            seen = np.array(busy, dtype=np.float64)
+            return None if self.forward_only else slots.measured_imbalance(seen)
         idle: Sequence[float] = (0.0,) * self.plan.manifest.n_nano_batches
-        seconds = [
-            busy_seconds(self.servers[server.server_id], phase)
-            if server.server_id in self.servers
-            else idle
-            for server in self.plan.servers
-        ]
+        seconds = [busy_seconds(each, phase) or idle for each in servers]
         return imbalance(np.array(seconds, dtype=np.float64).T)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.publication import Publication
-from control_plane.jobs.step import ReadyStep, StepRecord, busy_seconds
+from control_plane.jobs.step import ReadyStep, StepRecord
 from control_plane.metrics.server_metrics import PREFIX
 from core_attention.ca_task import Phase
 from core_attention.plan import AT_HOME, Plan, PlanVerdict
@@ -39,6 +39,12 @@ class JobTable(Table):
     )
     measured_imbalance_ratio = gauge(
         "Max over mean busy seconds of the servers, in the last step that all have reported.",
+        _JOB,
+        _PHASE,
+    )
+    saved_seconds = gauge(
+        "By how much the busiest server would have been busier if nothing had moved, in the last "
+        "step that all have reported.",
         _JOB,
         _PHASE,
     )
@@ -219,29 +225,26 @@ class JobMetrics:
     def server_reported(self, job: Job, record: StepRecord) -> None:
         """A server reported a step for the first time; shown once all that have a task have."""
         for phase in record.phases:
-            imbalance = record.measured_imbalance(phase)
-            if imbalance is not None:
-                self._series.measured_imbalance_ratio.labels(job.spec.name, phase).set(imbalance)
-                self._predicted_over_measured(job, record, phase)
-
-    def _predicted_over_measured(self, job: Job, record: StepRecord, phase: Phase) -> None:
-        forecast = record.plan.forecast(phase)
-        measured = sum(sum(busy_seconds(server, phase)) for server in record.servers.values())
-        if forecast is not None and measured > 0:
-            predicted = float(forecast.seconds.sum()) * job.spec.n_layers
-            self._series.predicted_over_measured_ratio.labels(job.spec.name, phase).set(
-                predicted / measured
-            )
+            imbalance, plan = record.measured_imbalance(phase), record.plan
+            if imbalance is None:
+                continue
+            series = self._series.at(job_name=job.spec.name, phase=phase)
+            series.measured_imbalance_ratio.set(imbalance)
+            busy = record.mean_busy_seconds(phase)
+            series.saved_seconds.set(((plan.home_imbalance(phase) or imbalance) - imbalance) * busy)
+            if (forecast := plan.forecast(phase)) is not None and busy > 0:
+                predicted = float(forecast.seconds.sum()) * job.spec.n_layers / len(plan.servers)
+                series.predicted_over_measured_ratio.set(predicted / busy)
 
     def _forecast(self, name: str, phase: Phase, plan: Plan) -> None:
         forecast = plan.forecast(phase)
         at_home, planned = plan.home_imbalance(phase), plan.predicted_imbalance(phase)
         if forecast is None or at_home is None or planned is None:
             return
-        moved = int(forecast.bytes_in.sum() + forecast.bytes_out.sum())
-        self._series.home_imbalance_ratio.labels(name, phase).set(at_home)
-        self._series.predicted_imbalance_ratio.labels(name, phase).set(planned)
-        self._series.predicted_moved_bytes.labels(name, phase).set(moved)
+        series = self._series.at(job_name=name, phase=phase)
+        series.home_imbalance_ratio.set(at_home)
+        series.predicted_imbalance_ratio.set(planned)
+        series.predicted_moved_bytes.set(int(forecast.bytes_in.sum() + forecast.bytes_out.sum()))
 
     def _count_waiting(self, job: Job) -> None:
         self._series.pending_steps.labels(job.spec.name).set(job.n_pending_steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,10 +110,8 @@ def build(docker: Docker, checkout: Path, target: str, name: str, **arguments: s
 @pytest.fixture(scope="session")
 def compose_environ(images: dict[str, str]) -> dict[str, str]:
     """Settings of docker/.env that this machine and these images need."""
-    _, limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "DISTCA_TAG": TAG,
-        "DISTCA_MEMLOCK": str(limit_bytes),
         "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", stand_ins.PROMETHEUS),
     }
 

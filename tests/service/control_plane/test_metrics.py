@@ -81,6 +81,7 @@ def test_job_leaves_its_figures_while_it_is_open_and_none_after(
         # One server: 2 bytes in and 2 out in each of two nano-batches, by the planner's forecast.
         ("predicted_moved_bytes", "train,forward"): 8,
         ("measured_imbalance_ratio", "train,forward"): 1,
+        ("saved_seconds", "train,forward"): 0,
         ("predicted_over_measured_ratio", "train,forward"): PREDICTED_SECONDS / 2,
         ("epoch", "train"): 0,
         ("job_ranks", "train,joined"): 1,

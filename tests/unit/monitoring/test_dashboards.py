@@ -20,21 +20,16 @@ COLUMNS = 24
 
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
 
-DCGM = frozenset({"Hostname", "gpu", "UUID", "device", "modelName", "exported_pod"})
-"""Labels of NVIDIA's dcgm-exporter; see the metrics in its etc/default-counters.csv."""
+DCGM = frozenset({"Hostname", "gpu", "UUID", "device", "modelName", "exported_pod", "clock_event"})
+"""Labels of NVIDIA's dcgm-exporter."""
 
 SERIES = {
     "up": frozenset[str](),
+    "ALERTS": frozenset({"alertname", "alertstate", "namespace"}),
     **documented_series(),
-    **{
-        f"DCGM_FI_{name}": DCGM
-        for name in (
-            "DEV_FB_USED",
-            "DEV_POWER_USAGE",
-            "PROF_GR_ENGINE_ACTIVE",
-            "PROF_PIPE_TENSOR_ACTIVE",
-        )
-    },
+    **dict.fromkeys(
+        re.findall(r"^DCGM\w+", (ROOT / "docker/dcgm-counters.csv").read_text(), re.MULTILINE), DCGM
+    ),
 }
 """Without recorded ones: dashboards work where no rules are loaded."""
 
