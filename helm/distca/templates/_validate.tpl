@@ -2,6 +2,9 @@
      first template that is rendered. */}}
 {{- define "distca.validate" -}}
 {{- with .Values }}
+{{- if not (regexMatch "^([a-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$" .image.registry) }}
+{{- fail (printf "image.registry is %q; give host, port and folder in small letters and without a scheme, for example registry.example.com/ml" .image.registry) }}
+{{- end }}
 {{- if and (not .controlPlane.enabled) (not .controlPlane.address) .attentionNode.enabled }}
 {{- fail "controlPlane.address is empty and controlPlane.enabled is false; give the host:port of the control plane to join" }}
 {{- end }}
@@ -27,6 +30,7 @@
 {{- include "distca.validateRollout" $ }}
 {{- include "distca.validateDevices" $ }}
 {{- include "distca.validatePorts" $ }}
+{{- include "distca.validateAmounts" $ }}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
 {{- end }}
@@ -60,6 +64,14 @@
 {{- end }}
 {{- if and .gpu.dra.enabled (not .gpu.enabled) }}
 {{- fail "gpu.dra.enabled is true and gpu.enabled is false; nothing would claim a GPU" }}
+{{- end }}
+{{- $kubernetes := $.Capabilities.KubeVersion.Version }}
+{{- if and .gpu.dra.enabled (semverCompare "<1.34-0" $kubernetes) }}
+{{- fail (printf "gpu.dra.enabled is true and Kubernetes is %s; it has no resource.k8s.io/v1 before 1.34: give gpu.resourceName" $kubernetes) }}
+{{- end }}
+{{- $service := lookup "v1" "Service" "default" "kubernetes" }}
+{{- if eq "IPv6" (dig "spec" "ipFamilies" (list "IPv4") $service | first) }}
+{{- fail "the cluster's Services are IPv6 by default, and rows travel over IPv4; install into a cluster of IPv4, or of both with IPv4 first" }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -147,4 +159,44 @@
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Amounts of which one must not exceed the other. */}}
+{{- define "distca.validateAmounts" -}}
+{{- range $part := list "controlPlane" "attentionNode" }}
+{{- $resources := (index $.Values $part).resources }}
+{{- range $name, $limit := $resources.limits }}
+{{- $request := get (default dict $resources.requests) $name | default 0 }}
+{{- if gt (include "distca.quantity" $request | float64) (include "distca.quantity" $limit | float64) }}
+{{- fail (printf "%s.resources.requests.%s is %v and limits.%s %v; a pod must not ask for more than its limit" $part $name $request $name $limit) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $name, $monitor := pick .Values.monitoring "serviceMonitor" "podMonitor" }}
+{{- if and $monitor.scrapeTimeout (gt (include "distca.seconds" $monitor.scrapeTimeout | float64) (include "distca.seconds" $monitor.interval | float64)) }}
+{{- fail (printf "monitoring.%s.scrapeTimeout is %s and interval %s; Prometheus takes none above the interval" $name $monitor.scrapeTimeout $monitor.interval) }}
+{{- end }}
+{{- end }}
+{{- with .Values.tls.certManager }}
+{{- if ge (include "distca.seconds" .renewBefore | float64) (include "distca.seconds" .duration | float64) }}
+{{- fail (printf "tls.certManager.renewBefore is %s and duration %s; certificates must be renewed after they begin" .renewBefore .duration) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A quantity of Kubernetes, such as 500m or 16Gi, as a number. */}}
+{{- define "distca.quantity" -}}
+{{- $units := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 }}
+{{- $text := toString . }}
+{{- mulf (regexFind "^[0-9.]+(e[+][0-9]+)?" $text | float64) (get $units (regexFind "[mkMGTPEi]+$" $text) | default 1) }}
+{{- end }}
+
+{{/* A duration, such as 1m30s, in seconds. */}}
+{{- define "distca.seconds" -}}
+{{- $units := dict "ms" 0.001 "s" 1 "m" 60 "h" 3600 "d" 86400 "w" 604800 "y" 31536000 }}
+{{- $seconds := 0.0 }}
+{{- range regexFindAll "[0-9]+[a-z]+" . -1 }}
+{{- $seconds = addf $seconds (mulf (regexFind "[0-9]+" . | float64) (get $units (regexFind "[a-z]+" .))) }}
+{{- end }}
+{{- $seconds }}
 {{- end }}

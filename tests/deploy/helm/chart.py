@@ -22,6 +22,9 @@ VERSIONS = ("old", "new")
 
 VALUE_SETS = tuple(sorted(path.name for path in (CHART / "ci").glob("*-values.yaml")))
 
+KUBE_VERSION = "--kube-version=1.34.0"
+"""For which the value sets are rendered: it knows all that they ask for."""
+
 NEEDS_KUBERNETES = {
     "dra-values.yaml": (1, 34),
 }
@@ -58,7 +61,7 @@ def rendered_text(
         version: of :data:`VERSIONS`.
         release: its name.
     """
-    arguments = ["template", release, str(CHART), f"--namespace={NAMESPACE}"]
+    arguments = ["template", release, str(CHART), f"--namespace={NAMESPACE}", KUBE_VERSION]
     if value_set:
         arguments.append(f"--values={CHART / 'ci' / value_set}")
     arguments += [f"--set={setting}" for setting in settings]
@@ -76,11 +79,12 @@ def rendered(
     return [document for document in documents if document]
 
 
-def refusal(*settings: str, version: str = "old", release: str = RELEASE) -> str:
+def refusal(
+    *settings: str, version: str = "old", release: str = RELEASE, kubernetes: str = "1.34.0"
+) -> str:
     """What helm says when it refuses values."""
-    done = helm(
-        "template", release, str(CHART), *(f"--set={each}" for each in settings), version=version
-    )
+    arguments = ["template", release, str(CHART), f"--kube-version={kubernetes}"]
+    done = helm(*arguments, *(f"--set={each}" for each in settings), version=version)
     assert done.returncode != 0, f"helm accepts {settings}"
     return done.stderr
 

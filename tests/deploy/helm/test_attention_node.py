@@ -107,14 +107,6 @@ def test_a_pool_may_be_a_deployment_that_scales() -> None:
         assert "replicas" not in only(scaled, "Deployment", "attention-node")["spec"]
 
 
-def test_own_annotations_stay_beside_the_network() -> None:
-    pool = only(
-        rendered("data-network-values.yaml", "attentionNode.podAnnotations.a=b"), "StatefulSet"
-    )
-    annotations = pool["spec"]["template"]["metadata"]["annotations"]
-    assert annotations == {"a": "b", "k8s.v1.cni.cncf.io/networks": "fabric/rows@net1"}
-
-
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_no_pod_mounts_devices_of_the_machine_or_is_privileged(value_set: str) -> None:
     for _, spec in pod_specs(rendered(value_set)):

@@ -15,10 +15,6 @@ from tests.deploy.helm.chart import (
 )
 
 
-def deployment(value_set: str = "", *settings: str) -> Manifest:
-    return only(rendered(value_set, *settings), "Deployment")
-
-
 def test_budgets_exist_from_two_pods_on_and_leave_room_to_drain() -> None:
     def budgets(*settings: str) -> dict[str, Manifest]:
         return {
@@ -36,12 +32,6 @@ def test_budgets_exist_from_two_pods_on_and_leave_room_to_drain() -> None:
     assert set(budgets(*grows, "autoscaling.maxReplicas=1")) == set()
     # Kubernetes cannot count the pods that a DaemonSet wants: a budget would refuse every eviction.
     assert budgets("attentionNode.kind=DaemonSet") == {}
-
-
-def test_the_startup_probe_allows_the_seconds_asked_for() -> None:
-    spec = deployment("", "controlPlane.startupSeconds=42")["spec"]["template"]["spec"]
-    probe = container(spec, "control-plane")["startupProbe"]
-    assert 42 <= probe["periodSeconds"] * probe["failureThreshold"] < 47
 
 
 def test_it_passes_pod_security_standard_restricted() -> None:

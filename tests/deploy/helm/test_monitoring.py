@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import yaml
 
 from tests.deploy.helm.chart import CHART, Manifest, container, only, pod_specs, rendered
+from tests.deploy.helm.test_example_jobs import JOBS, pod
 
 
 def shipped_groups() -> list[Manifest]:
@@ -28,8 +30,7 @@ def test_all_rules_are_shipped_and_expressions_are_untouched() -> None:
 
 
 def test_alerts_get_the_releases_labels_and_a_link_to_the_runbook() -> None:
-    manifests = rendered("monitoring-values.yaml")
-    groups = only(manifests, "PrometheusRule")["spec"]["groups"]
+    groups = only(rendered("customised-values.yaml"), "PrometheusRule")["spec"]["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert alerts
     for alert in alerts:
@@ -41,7 +42,7 @@ def test_alerts_get_the_releases_labels_and_a_link_to_the_runbook() -> None:
 def test_every_dashboard_becomes_a_config_map_for_the_sidecar() -> None:
     files = sorted((CHART / "dashboards").glob("*.json"))
     assert files
-    maps = [each for each in rendered("monitoring-values.yaml") if each["kind"] == "ConfigMap"]
+    maps = [each for each in rendered("customised-values.yaml") if each["kind"] == "ConfigMap"]
     assert len(maps) == len(files)
     data = {name: text for each in maps for name, text in each["data"].items()}
     for path in files:
@@ -57,3 +58,39 @@ def test_the_control_plane_listens_where_it_is_scraped() -> None:
     assert "--metrics-listen=0.0.0.0:9100" in container(spec, "control-plane")["args"]
     ports = only(manifests, "Service", "control-plane")["spec"]["ports"]
     assert {"name": "metrics", "port": 9100, "targetPort": "metrics"} in ports
+
+
+def job_of(rules: list[Manifest], labels: dict[str, str], port: str) -> str | None:
+    """The job that relabelling gives to a port of a pod with ``labels``; None if it is dropped."""
+    meta = {f"label_{re.sub(r'[./-]', '_', name)}": value for name, value in labels.items()}
+    meta["container_port_name"] = port
+    for rule in rules:
+        names = [each.removeprefix("__meta_kubernetes_pod_") for each in rule["source_labels"]]
+        text = rule.get("separator", ";").join(meta.get(name, "") for name in names)
+        if "target_label" in rule:
+            meta[rule["target_label"]] = text
+        elif re.fullmatch(rule["regex"], text) is None:
+            return None
+    return meta["job"]
+
+
+def test_plain_scrape_configs_find_what_the_monitors_find() -> None:
+    (config,) = yaml.safe_load((JOBS[0].parent / "prometheus.yml").read_text())["scrape_configs"]
+    templates = [
+        each["spec"]["template"]
+        for each in rendered()
+        if each["kind"] in ("Deployment", "StatefulSet")
+    ]
+    pods = [(each["metadata"]["labels"], each["spec"]) for each in templates]
+    found = {
+        (port["name"], job_of(config["relabel_configs"], labels, port["name"]))
+        for labels, spec in [*pods, pod(JOBS[0]), ({"app": "other"}, pods[0][1])]
+        for port in spec["containers"][0]["ports"]
+    }
+    scraped = {(name, job) for name, job in found if job is not None}
+    assert scraped == {
+        ("metrics", "control-plane"),
+        ("metrics-0", "attention-node"),
+        ("metrics-0", "trainer"),
+        ("metrics-1", "trainer"),
+    }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.helm.chart import CHART, NAMESPACE, RELEASE, VALUE_SETS, helm
+from tests.deploy.helm.chart import CHART, KUBE_VERSION, NAMESPACE, RELEASE, VALUE_SETS, helm
 from tools.chart_readme import Value, read_values, table, with_table
 
 VALUES = read_values((CHART / "values.yaml").read_text())
@@ -49,7 +49,8 @@ def render(values: Set) -> str:
 
 @cache
 def _render(*arguments: str) -> str:
-    done = helm("template", RELEASE, str(CHART), f"--namespace={NAMESPACE}", *arguments)
+    where = (f"--namespace={NAMESPACE}", KUBE_VERSION)
+    done = helm("template", RELEASE, str(CHART), *where, *arguments)
     documents = done.stdout.split("\n---\n")
     return "\n---\n".join(text for text in documents if "\nkind: Secret\n" not in text)
 
