@@ -62,8 +62,7 @@ def with_own_port(
 ) -> dict[str, Any]:
     """``options`` with this rank's ``metrics_port`` in place of the host's first: ranks take
     consecutive ports, and those of a further ``model`` of theirs follow."""
-    first = options.get("metrics_port")
-    if not first:
+    if not (first := options.get("metrics_port")):
         return options
     before = model * int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return {**options, "metrics_port": first + before + int(environ.get("LOCAL_RANK", "0"))}

@@ -198,8 +198,7 @@ class StepRecord:
         slots = self.plan.slots
         if slots is not None:
             busy = [sum(sum(busy_seconds(each, one)) for one in self.phases) for each in servers]
-            seen = np.array(busy, dtype=np.float64)
-            return None if self.forward_only else slots.measured_imbalance(seen)
+            return None if self.forward_only else slots.measured_imbalance(np.array(busy, float))
         idle: Sequence[float] = (0.0,) * self.plan.manifest.n_nano_batches
         seconds = [busy_seconds(each, phase) or idle for each in servers]
         return imbalance(np.array(seconds, dtype=np.float64).T)
