@@ -201,6 +201,11 @@ class DataPlaneMetrics:
         """Shows which transport was opened, and whether RDMA devices lie idle."""
         rdma = "used" if choice.rdma else "idle" if choice.obstacles else "none"
         self.series.transport_info.labels(choice.name, rdma).set(1)
+        # From the start: what begins with its first event has not increased by it.
+        for cause in DropCause:
+            self.series.messages_dropped_total.labels(choice.name, cause)
+        for failure in HandshakeFailure:
+            self.series.handshakes_refused_total.labels(choice.name, failure)
 
     def connection_opened(self, peer: str, transport: str) -> None:
         """A connection to ``peer`` begins."""
