@@ -33,12 +33,6 @@ def pod(value_set: str = "", *settings: str) -> Manifest:
     return spec
 
 
-def arguments(of: Manifest) -> dict[str, str]:
-    """``--name=value`` arguments of a container."""
-    pairs = (each.partition("=") for each in of["args"] if each.startswith("--"))
-    return {name: value for name, _, value in pairs}
-
-
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
@@ -117,14 +111,6 @@ def test_no_pod_mounts_devices_of_the_machine_or_is_privileged(value_set: str) -
             assert not context.get("privileged")
             assert context["allowPrivilegeEscalation"] is False
             assert set(context["capabilities"].get("add", [])) <= {"IPC_LOCK"}
-
-
-@pytest.mark.parametrize("drain_seconds", [1, 30, 600])
-def test_the_grace_period_is_longer_than_the_drain(drain_seconds: int) -> None:
-    spec = pod("", f"attentionNode.drainSeconds={drain_seconds}")
-    server = container(spec, "server-0")
-    assert float(arguments(server)["--drain-seconds"]) == drain_seconds
-    assert spec["terminationGracePeriodSeconds"] >= drain_seconds + 15
 
 
 def test_one_doctor_sees_the_devices_of_all_servers() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distca.contract.identity import Role, identity_of
-from tests.deploy.helm.chart import (
-    only,
-    rendered,
-)
+from tests.deploy.helm.chart import only, rendered
 
 ROLES = {
     "control-plane": Role.CONTROL_PLANE,

@@ -7,7 +7,7 @@ import re
 
 import yaml
 
-from tests.deploy.helm.chart import CHART, Manifest, container, only, pod_specs, rendered
+from tests.deploy.helm.chart import CHART, Manifest, only, rendered
 from tests.deploy.helm.test_example_jobs import JOBS, pod
 
 
@@ -52,14 +52,6 @@ def test_every_dashboard_becomes_a_config_map_for_the_sidecar() -> None:
         assert each["metadata"]["annotations"] == {"grafana_folder": "DistCA"}
 
 
-def test_the_control_plane_listens_where_it_is_scraped() -> None:
-    manifests = rendered("monitoring-values.yaml", "controlPlane.metricsPort=9100")
-    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("Deployment"))
-    assert "--metrics-listen=0.0.0.0:9100" in container(spec, "control-plane")["args"]
-    ports = only(manifests, "Service", "control-plane")["spec"]["ports"]
-    assert {"name": "metrics", "port": 9100, "targetPort": "metrics"} in ports
-
-
 def job_of(rules: list[Manifest], labels: dict[str, str], port: str) -> str | None:
     """The job that relabelling gives to a port of a pod with ``labels``; None if it is dropped."""
     meta = {f"label_{re.sub(r'[./-]', '_', name)}": value for name, value in labels.items()}
@@ -77,9 +69,7 @@ def job_of(rules: list[Manifest], labels: dict[str, str], port: str) -> str | No
 def test_plain_scrape_configs_find_what_the_monitors_find() -> None:
     (config,) = yaml.safe_load((JOBS[0].parent / "prometheus.yml").read_text())["scrape_configs"]
     templates = [
-        each["spec"]["template"]
-        for each in rendered()
-        if each["kind"] in ("Deployment", "StatefulSet")
+        only(rendered(), kind)["spec"]["template"] for kind in ("Deployment", "StatefulSet")
     ]
     pods = [(each["metadata"]["labels"], each["spec"]) for each in templates]
     found = {
