@@ -37,6 +37,10 @@ class LibfabricConnection(NixlConnection):
         self._met: set[NixlAgent] = set()
         self._not_met: list[tuple[Place, RemoteOffer]] = []
 
+    @property
+    def moving_bytes(self) -> int:
+        return super().moving_bytes + sum(offer.nbytes for _, offer in self._not_met)
+
     def _send_region(self, region: RegisteredSlab) -> None:
         for metadata in self._peer_agents:
             region.agent.meet(metadata)

@@ -65,6 +65,10 @@ class TestNixlOverLibfabric(NixlConformance):
     def make_transport(self) -> Transport:
         return over_libfabric()
 
+    @pytest.mark.skip(reason="a thread of libfabric polls")
+    def test_idle_connection_costs_no_cpu(self) -> None:  # type: ignore[override]
+        pass
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
