@@ -15,6 +15,8 @@
 #   make chart-rendered  writes what the chart's value sets render, for review
 #   make metrics-page  writes the tables of docs/metrics.md
 #   make configuration-page  writes the tables of docs/configuration.md
+#   make figures  draws the figures of docs/results.md from the tables of docs/benchmarks.md
+#   make docs     builds the site of the documentation and checks its links; build/site
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
@@ -65,7 +67,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128
 
-.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
+.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page figures docs images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -241,6 +243,19 @@ metrics-page: $(INSTALLED)
 configuration-page: $(INSTALLED)
 	@$(BIN)/python -m tools.configuration_page
 
+figures: $(INSTALLED)
+	@$(BIN)/python -m tools.result_figures
+
+# What pages link to lies beside them, as in the repository.
+SITE := README.md CONTRIBUTING.md CHANGELOG.md docs examples helm/distca/README.md
+
+docs: $(INSTALLED)
+	@$(PIP) --editable ".[docs]"
+	@rm -rf build/docs build/site && mkdir -p build/docs
+	@git ls-files -z $(SITE) | xargs --null cp --parents --target-directory=build/docs
+	@$(BIN)/zensical build --strict --clean
+	@$(BIN)/python -m pytest tests/deploy/site $(PYTEST)
+
 images: $(IMAGES:%=image-%)
 
 image-%:
@@ -332,11 +347,13 @@ smoke-gpu:
 	@$(DOCKER) run --rm --interactive --gpus all --shm-size 2g --entrypoint bash $(SMOKE_OPTIONS) \
 	  $(IMAGE) -s < docker/smoke.sh
 
-# Whether images of another architecture could be built; reads the index, installs nothing.
+# Whether images of another architecture could be built: Python and glibc of docker/Dockerfile's bases.
 ARCHITECTURE ?= aarch64
 
 check-wheels: $(INSTALLED)
-	@$(BIN)/python -m tools.check_wheels $(ARCHITECTURE)
+	@$(PIP) --dry-run --no-deps --ignore-installed --target build/none --only-binary :all: \
+	  --python-version 3.12 $(foreach glibc,$(shell seq 36 -1 17),--platform manylinux_2_$(glibc)_$(ARCHITECTURE)) \
+	  --platform manylinux2014_$(ARCHITECTURE) --requirement docker/constraints.txt
 
 # Versions of Python packages that images are built with, from images that were built without them.
 constraints:
