@@ -247,7 +247,7 @@ figures: $(INSTALLED)
 	@$(BIN)/python -m tools.result_figures
 
 # What pages link to lies beside them, as in the repository.
-SITE := README.md CONTRIBUTING.md CHANGELOG.md docs examples helm/distca/README.md
+SITE := README.md CONTRIBUTING.md CHANGELOG.md docs docker examples helm/distca/README.md
 
 docs: $(INSTALLED)
 	@$(PIP) --editable ".[docs]"

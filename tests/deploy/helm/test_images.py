@@ -11,7 +11,7 @@ import yaml
 
 from tests import ROOT
 from tests.deploy.helm.chart import CHART, containers, helm, pod_specs, rendered
-from tests.service.deploy.test_versions import image_names
+from tests.service.deploy.test_versions import VERSION, image_names
 
 REGISTRY = "registry.example.com/ml"
 
@@ -36,27 +36,35 @@ def test_what_was_built_and_pushed_is_what_pods_pull(
     assert images(*settings, *there) == pushed
 
 
-def commands_of_installing(document: Path) -> list[tuple[str, str]]:
-    """(what names the images, `helm install ...`) of each installation that ``document`` shows."""
+RELEASED = re.compile(r"oci://(ghcr\.io/OWNER)/charts/distca --version (\S+)")
+"""The release workflow's registry, where the chart names it as its own."""
+
+
+def commands_of_installing(document: Path) -> list[tuple[dict[str, str], str]]:
+    """(variables of make by which the images are named, `helm install ...`) of each installation
+    that ``document`` shows, from the folder of the chart."""
     text = re.sub(r"\s*\\\n\s*", " ", document.read_text())
-    lines = [line.strip() for line in text.splitlines()]
     shown, named = [], ""
-    for line in lines:
+    for line in map(str.strip, text.splitlines()):
         if line.startswith(("make push", "kind load")):
             named = line
-        elif line.startswith("helm install"):
-            shown.append((named, line))
+        elif released := RELEASED.search(line):
+            assert released[2] == VERSION
+            install = RELEASED.sub(r"helm/distca --set image.registry=\1", line)
+            variant = "cpu" if "cpu-values" in line else "cuda"
+            shown.append(({"REGISTRY": released[1], "VARIANT": variant}, install))
+        elif line.startswith("helm install distca "):
+            shown.append((dict(re.findall(r"(\w+)=(\S+)", named)), line))
     return shown
 
 
 @pytest.mark.parametrize(
-    ("document", "n_shown"), [("README.md", 1), ("docs/deploy_kubernetes.md", 3)]
+    ("document", "n_shown"), [("README.md", 1), ("docs/deploy_kubernetes.md", 4)]
 )
-def test_what_the_documents_install_is_what_they_push(document: str, n_shown: int) -> None:
+def test_what_the_documents_install_was_pushed(document: str, n_shown: int) -> None:
     shown = commands_of_installing(ROOT / document)
     assert len(shown) == n_shown
-    for named, install in shown:
-        settings = dict(re.findall(r"(\w+)=(\S+)", named))
+    for settings, install in shown:
         registry = settings.pop("REGISTRY", "")
         built = image_names(*(f"{name}={value}" for name, value in settings.items()))
         there = {f"{registry}/{name}" if registry else name for name in built}

@@ -39,7 +39,8 @@ def compose_images(environment: str) -> set[str]:
     names = set()
     for service in services.values():
         name = service["image"]
-        for variable, default in (("DISTCA_TAG", VERSION), ("DISTCA_TAG_SUFFIX", "")):
+        defaults = {"DISTCA_REGISTRY": "", "DISTCA_TAG": VERSION, "DISTCA_TAG_SUFFIX": ""}
+        for variable, default in defaults.items():
             name = name.replace(f"${{{variable}:-{default}}}", settings[variable])
         names.add(name)
     return {name for name in names if name.startswith("distca/")}

@@ -54,7 +54,7 @@ def test_steps_call_targets_that_exist_or_install_debians_packages(path: Path) -
 
 def test_checks_run_the_test_command_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    (block,) = re.findall(r"^```\nmake demo .*?^```$", readme, re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```\nmake demo\b.*?^```$", readme, re.DOTALL | re.MULTILINE)
     shown = [line.partition("#")[0].strip() for line in block.splitlines()[1:-1]]
     assert shown == ["make demo", "make test"]
     assert set(shown) <= set(commands(ROOT / ".github/workflows/ci.yml"))
