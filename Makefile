@@ -48,7 +48,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 
-# uv installs in a fraction of pip's time: where there is none, pip fetches it into the environment.
+# uv installs in a fraction of pip's time: where there is none, pip fetches it into the environment,
+# from outside, since ensurepip takes longer than that.
 # What uv cannot fetch, pip may: it can know of other indexes. Bytecode is made when modules are first loaded.
 UV := $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --quiet --no-compile
@@ -97,7 +98,7 @@ demo: $(DEMO_INSTALLED)
 	@$(BIN)/distca local --mode pool --name demo-pool $(DEMO)
 	@echo
 	@echo "== 2 trainers: core attention balanced over the trainers themselves"
-	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
+	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO) --steps 8
 
 DEMO_RL := runs/demo-rl
 
@@ -397,15 +398,17 @@ install: $(INSTALLED)
 define install
 	@echo "== Installing into $(VENV)"
 	@test -x $(BIN)/python \
-	  || $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
+	  || $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) $(VENV),{ $(PYTHON) -m venv --without-pip $(VENV) \
+	  && $(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile pip uv 2>/dev/null; } \
+	  || $(PYTHON) -m venv $(VENV))
 	@$(BIN)/python -c 'import sys; sys.exit("$(PYTHON) is %d.%d; DistCA needs 3.11 or newer: make PYTHON=..." \
 	  % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -c 'from importlib.metadata import version; \
 	  assert (*map(int, version("torch").split(".")[:2]),) >= (2, 11)' 2>/dev/null \
 	  || command -v nvidia-smi >/dev/null \
-	  $(if $(UV),|| $(UV_INSTALL) --no-deps --index $(TORCH_INDEX) "$(TORCH)" 2>/dev/null) \
+	  || UV_HTTP_RETRIES=0 $(UV_INSTALL) --no-deps --index $(TORCH_INDEX) "$(TORCH)" 2>/dev/null \
 	  || $(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
-	@$(if $(UV),true,$(PIP) uv 2>/dev/null) && $(UV_INSTALL) --editable ".[$(1)]" 2>/dev/null \
+	@$(UV_INSTALL) --editable ".[$(1)]" 2>/dev/null \
 	  || $(PIP) --editable ".[$(1)]"
 endef
 

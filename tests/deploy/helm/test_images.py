@@ -59,7 +59,8 @@ def commands_of_installing(document: Path) -> list[tuple[dict[str, str], str]]:
 
 
 @pytest.mark.parametrize(
-    ("document", "n_shown"), [("README.md", 1), ("docs/deploy_kubernetes.md", 4)]
+    ("document", "n_shown"),
+    [("README.md", 1), ("helm/distca/README.md", 1), ("docs/deploy_kubernetes.md", 4)],
 )
 def test_what_the_documents_install_was_pushed(document: str, n_shown: int) -> None:
     shown = commands_of_installing(ROOT / document)
