@@ -46,13 +46,13 @@ def figures(page: str) -> dict[str, Figure]:
 def _loops(page: str) -> dict[str, float]:
     """Pipelines over 1F1B, frameworks over plain packing, one document over context parallelism."""
     ratios, name = {}, ""
-    for way, _, _, ratio, _ in _table(page, "Pipelines"):
+    for way, _, _, cell, _ in _table(page, "Pipelines"):
         name = way.partition(":")[0] if "1F1B," in way else name
         if "DistCA" in way:
-            ratios[f"PyTorch's pipelines, {name}"] = _number(ratio)
-    for layout, way, _, _, ratio, _ in _table(page, "torchtitan and Megatron-core"):
+            ratios[f"PyTorch's pipelines, {name}"] = _number(cell)
+    for layout, way, _, _, cell, _ in _table(page, "torchtitan and Megatron-core"):
         if "DistCA" in way:
-            ratios[re.sub(r" \(.*\)", "", layout)] = _number(ratio)
+            ratios[re.sub(r" \(.*\)", "", layout)] = _number(cell)
     tokens_per_second = {
         (setting, "DistCA" in way): _number(rate.replace(",", ""))
         for setting, way, _, rate, *_ in _table(page, "One document over all ranks")

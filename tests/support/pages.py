@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -54,21 +55,24 @@ def run_page(page: Path, runner: str, folder: Path, *, timeout: float) -> str:
     script = "".join(block.commands for block in blocks(page) if block.runner == runner)
     script = script.replace(":7700", f":{port}")
     assert script, f"{page.name} has no block with <!-- run by {runner} --> above it"
-    shell = subprocess.Popen(
-        ["bash", "-euxo", "pipefail", "-c", script],
-        cwd=folder,
-        env=environment(folder, port),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = shell.communicate(timeout=timeout)
-    finally:
-        os.killpg(shell.pid, signal.SIGKILL)
-    assert shell.returncode == 0, printed[-6000:]
-    return printed
+    # A file, since what is left running holds a pipe open.
+    with (folder / "printed").open("w+") as printed:
+        shell = subprocess.Popen(
+            ["bash", "-euxo", "pipefail", "-c", script],
+            cwd=folder,
+            env=environment(folder, port),
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = shell.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+    said = (folder / "printed").read_text()
+    assert code == 0, said[-6000:]
+    return said
 
 
 def environment(home: Path, port: int) -> dict[str, str]:
