@@ -210,7 +210,7 @@ def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Proce
         stub = membership_pb2_grpc.MembershipStub(channel)
         stub.DrainServer(membership_pb2.DrainServerRequest(server_id=doomed.name))
         assert doomed.popen.wait(EXIT_SECONDS) == 0
-        with fails(rpc.Reason.UNKNOWN_SERVER, match=doomed.name):
+        with fails(rpc.Reason.UNKNOWN_SERVER):
             stub.DrainServer(membership_pb2.DrainServerRequest(server_id=doomed.name))
 
 

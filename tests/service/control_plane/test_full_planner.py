@@ -105,5 +105,5 @@ def test_what_the_full_mask_does_not_have_is_refused() -> None:
     between = RankManifest(0, 0, [[Segment(7, 20, 0, 10)], [Segment(7, 20, 10, 10)]])
     with pytest.raises(PlanError):
         full.plan(manifest, stopped, SHAPE, OPTIONS)
-    with pytest.raises(PlanError, match="document 7"):
+    with pytest.raises(PlanError):
         balanced(Manifest.merge([between], 1), equal_servers(1, PROFILE), SHAPE, PlanningOptions())

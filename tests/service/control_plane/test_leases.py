@@ -37,7 +37,6 @@ def test_silent_server_leaves_and_may_register_again_under_its_id(
     error = stream.end()
     assert error is not None
     assert error.reason is rpc.Reason.FENCED
-    assert "s0 sent no heartbeat" in str(error)
     with fails(rpc.Reason.FENCED):
         client.heartbeat(lease)
     newer = client.register("s0")

@@ -199,7 +199,7 @@ def _status(control_plane: ControlPlane, path: str) -> int:
     ],
 )
 def test_wrong_settings_of_the_coordinator_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - the class of all settings' faults
+    with pytest.raises(ValueError):
         start(coordinator=CoordinatorSettings(**{"default_planner": "rotating", **wrong}))
 
 
@@ -216,5 +216,5 @@ def test_wrong_settings_of_the_coordinator_are_refused(wrong: dict[str, Any]) ->
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - the class of all settings' faults
+    with pytest.raises(ValueError):
         ControlPlaneSettings(**wrong)

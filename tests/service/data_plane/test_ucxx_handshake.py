@@ -165,7 +165,7 @@ def test_messages_that_nobody_expects_are_bounded_and_only_their_own_offers_fail
         wait_all([offer, late.put(1, pool.acquire(2**20), 5.0)])
         assert not at_server.closed
         # Its message will never come: better now than at its deadline.
-        with pytest.raises(PeerLost, match="came too long before its offer"):
+        with pytest.raises(PeerLost):
             at_server.offer(0, pool.acquire(100), 5.0).wait(5.0)
         assert not beside.closed
     finally:
@@ -183,7 +183,7 @@ def test_messages_that_nobody_expects_wait_for_a_while(
         connection.put(1, pool.acquire(2**22), 20.0)
         connection.put(2, pool.acquire(64), 20.0)
         eventually(lambda: dropped(registry, "unexpected") == 2)
-        with pytest.raises(PeerLost, match="came too long before its offer"):
+        with pytest.raises(PeerLost):
             accepted[0].offer(2, pool.acquire(64), 5.0).wait(5.0)
     finally:
         other.close()
@@ -195,11 +195,11 @@ def test_tag_on_offer_cannot_be_offered_again(
     connection, _ = transport.connect(address, b"to itself", 5.0, secret=SECRET)
     pool = BufferPool()
     connection.offer(5, pool.acquire(1), 5.0)
-    with pytest.raises(ValueError, match="tag 5 is already on offer"):
+    with pytest.raises(ValueError):
         connection.offer(5, pool.acquire(1), 5.0)
     assert pool.stats().allocations == 2
 
 
 def test_one_listener_per_transport(transport: UcxxTransport, address: Address) -> None:
-    with pytest.raises(TransportError, match="listens already"):
+    with pytest.raises(TransportError):
         transport.listen("127.0.0.1", 0, proven())

