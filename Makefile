@@ -68,6 +68,9 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128
 
+# Else each of a hundred processes would compile all sources when it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page figures docs images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 

@@ -12,6 +12,8 @@ from tests.service.model.setting import Setting
 from tests.service.model.test_recovery import CHAIN, CROSSED, LANES, PAIR
 
 RECOVERIES = {
+    "a server dies, another is cut off": replace(PAIR, crashes=1, cuts=1),
+    "two layers in two lanes": replace(LANES, n_layers=2, crashes=1),
     "the control plane dies, two lanes": replace(LANES, restarts=1),
     "the control plane dies in a chain": replace(CHAIN, restarts=1),
     "two steps, and the control plane dies": replace(PAIR, n_steps=2, restarts=1),
@@ -30,6 +32,8 @@ RECOVERIES = {
 
 
 SERVERS = {
+    "a recovery": Serving(recoveries=1),
+    "a recovery that is not heard of": test_serving.UNHEARD,
     "a pipeline of three": piped("1f1b", 3, 4, limit_bytes=3),
     "a microbatch of a pipeline and a recovery": piped("gpipe", 2, 1, recoveries=1),
     "a pipeline and a recovery": piped("1f1b", 2, 2, recoveries=1),

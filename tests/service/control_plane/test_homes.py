@@ -24,7 +24,7 @@ OPTIONS = PlanningOptions(tolerance=0.05)
 
 @settings(max_examples=40)
 @given(
-    lengths=st.lists(st.integers(1, 5_000), min_size=1, max_size=30),
+    lengths=st.lists(st.integers(1, 1_000), min_size=1, max_size=30),
     n_ranks=st.integers(1, 6),
     n_nano_batches=st.integers(1, 3),
 )

@@ -40,9 +40,9 @@ CROSSED = replace(LANES, documents=(Document(0, (0, 1)), Document(1, (1, 0))))
 SETTINGS = {
     "a server dies": replace(CHAIN, crashes=1),
     "two servers die": replace(PAIR, crashes=2),
-    "a server dies, another is cut off": replace(PAIR, crashes=1, cuts=1),
+    "a server is cut off": replace(PAIR, cuts=1),
+    "the only server is cut off, and dies": replace(PAIR, n_servers=1, crashes=1, cuts=1),
     "two layers": replace(PAIR, n_layers=2, crashes=1),
-    "two layers in two lanes": replace(LANES, n_layers=2, crashes=1),
     "groups of heads": replace(PAIR, n_layers=4, head_groups=2, crashes=1),
     "heads and tails": replace(CROSSED, n_layers=2, crashes=1),
     "three ranks of one document": replace(TRIPLE, crashes=1),

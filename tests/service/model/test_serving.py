@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ FROZEN = Serving(frozen=True)
 APART = Serving(apart=True)
 SETTINGS = {
     "two lanes": Serving(n_lanes=2),
-    "a recovery": Serving(recoveries=1),
     "a recovery in two lanes": Serving(n_ranks=1, n_lanes=2, forward_only=True, recoveries=1),
     "two recoveries": Serving(n_ranks=1, forward_only=True, recoveries=2),
-    "a recovery that is not heard of": UNHEARD,
+    "a recovery that is not heard of": replace(UNHEARD, n_ranks=1),
     "a reset": Serving(n_ranks=1, resets=1),
     "a recovery and a close": Serving(forward_only=True, recoveries=1, closes=True),
     "two lanes and a close": Serving(n_lanes=2, forward_only=True, closes=True),

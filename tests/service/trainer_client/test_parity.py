@@ -45,8 +45,8 @@ CASES = {
     "odd lengths": lengths(([1, 2, 127], [128]), ([129, 1], [2, 127, 128, 129])),
     "one token": lengths(([1], [1]), ([1], [1])),
     "an empty nano-batch": lengths(([5], []), ([], [3])),
-    "hundreds of tiny documents": lengths(([1, 2, 3] * 60, [7] * 20), ([2] * 100, [1] * 50)),
-    "one document over all ranks": spanning(2, 601),
+    "many tiny documents": lengths(([1, 2, 3] * 12, [7] * 6), ([2] * 20, [1] * 10)),
+    "one document over all ranks": spanning(2, 307),
 }
 
 
@@ -68,14 +68,14 @@ def test_the_products_own_planner_matches_the_reference(
     manifests = lengths(([1500, 300], [700]), ([80, 40], [60, 2, 1]))
     with Team(pool_of_four, 2, make_shape(), placement=placement, planner="balanced") as team:
         team.check(manifests)
-        team.check(spanning(2, 1201))
-        team.check(in_halves(2, 300, 1500, 700, 20))
+        team.check(spanning(2, 601))
+        team.check(in_halves(2, 300, 700, 20))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("num_heads", "num_heads_kv", "head_groups"),
-    [(2, 2, 1), (4, 1, 1), (8, 1, 1), (8, 2, 1), (8, 2, 2), (4, 4, 4)],
+    [(2, 2, 1), (8, 1, 1), (8, 2, 2), (4, 4, 4)],
 )
 def test_shared_keys_head_groups_and_dtypes_match_the_reference(
     pool_of_four: Cluster, num_heads: int, num_heads_kv: int, head_groups: int, dtype: str
@@ -114,11 +114,11 @@ def test_one_and_four_ranks_match_the_reference(
     pool_of_four: Cluster, n_ranks: int, placement: str
 ) -> None:
     with Team(pool_of_four, n_ranks, make_shape(), placement=placement) as team:
-        team.check(spanning(n_ranks, 511))
+        team.check(spanning(n_ranks, 311))
         team.check(in_halves(n_ranks, 100, 301, 33, 7))
 
 
-@pytest.mark.parametrize("n_nodes", [1, 2, 3])
+@pytest.mark.parametrize("n_nodes", [1, 2])
 def test_fewer_servers_match_the_reference(
     tmp_path_factory: pytest.TempPathFactory, n_nodes: int
 ) -> None:

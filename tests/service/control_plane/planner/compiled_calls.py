@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numba
 
 
+@functools.cache
 def callable_from_python(function: Any) -> Callable[..., Any]:
     """``function``, which only compiled functions can call, for a test."""
 
