@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from attention_node.announced_jobs import PATIENCE_SECONDS, AnnouncedJobs
 from attention_node.pool_link import PoolLink, PoolLinkLost
@@ -25,12 +24,14 @@ from tests.support.waiting import eventually
 class Node:
     """What a node does with its membership, as a list of words."""
 
-    def __init__(self, address: str, server_id: str = "n0", **settings: Any) -> None:
+    def __init__(
+        self, settings: rpc.RpcSettings, server_id: str = "n0", *, away_seconds: float = 10.0
+    ) -> None:
         self.told: list[str] = []
         self.at_work_seconds = 0.0
         self.lost = threading.Event()
         self.membership = PoolLink(
-            rpc.RpcSettings(address=address, connect_seconds=2.0),
+            settings,
             server_description(server_id),
             load=lambda: membership_pb2.ServerLoad(oldest_ready_seconds=self.at_work_seconds),
             on_event=self._event,
@@ -38,7 +39,7 @@ class Node:
             on_fenced=lambda: self.told.append("fenced"),
             on_drain=lambda: self.told.append("drain"),
             on_lost=self._lose,
-            **{"away_seconds": 10.0, **settings},
+            away_seconds=away_seconds,
         )
 
     def _event(self, event: jobs_pb2.PlanEvent) -> None:
@@ -49,9 +50,13 @@ class Node:
         self.lost.set()
 
 
+def reaching(address: str) -> rpc.RpcSettings:
+    return rpc.RpcSettings(address=address, connect_seconds=2.0)
+
+
 @contextmanager
-def node_of(address: str, **settings: Any) -> Iterator[Node]:
-    node = Node(address, **settings)
+def node_of(address: str) -> Iterator[Node]:
+    node = Node(reaching(address))
     node.membership.join()
     try:
         yield node
@@ -89,7 +94,7 @@ def test_a_server_that_does_no_work_is_fenced_and_registers_when_it_works_again(
 
 def test_a_new_control_plane_is_told_of_the_server_and_its_jobs_stay() -> None:
     with running() as first:
-        node = Node(first.address)
+        node = Node(reaching(first.address))
         node.membership.join()
         address = first.address
     try:
@@ -108,7 +113,7 @@ def test_a_new_control_plane_is_told_of_the_server_and_its_jobs_stay() -> None:
 def test_a_standby_is_found_at_the_next_address() -> None:
     with ExitStack() as leading, running() as second:
         first = leading.enter_context(running())
-        node = Node(f"{first.address},{second.address}")
+        node = Node(reaching(f"{first.address},{second.address}"))
         node.membership.join()
         assert (n_servers(first), n_servers(second)) == (1, 0)
         leading.close()
@@ -120,7 +125,7 @@ def test_a_standby_is_found_at_the_next_address() -> None:
 
 def test_a_draining_node_does_without_a_control_plane() -> None:
     with running() as control_plane:
-        node = Node(control_plane.address, away_seconds=0.2)
+        node = Node(reaching(control_plane.address), away_seconds=0.2)
         node.membership.join()
         node.membership.drain()
     assert not node.lost.wait(1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -15,14 +14,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from attention_node.server import UNSERVED_SECONDS
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, membership_pb2, membership_pb2_grpc
 from tests.support.addresses import unused_port
 from tests.support.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.support.errors import fails
-from tests.support.programs import ran_python
 from tests.support.team import Team
 from tests.support.waiting import eventually
 
@@ -157,6 +154,13 @@ def test_a_node_that_is_told_to_stop_leaves_a_running_job_unharmed(
         run(next(steps))
 
 
+UNSERVED_SECONDS = 1.0
+HASTY = f"""
+from attention_node import server
+server.UNSERVED_SECONDS = {UNSERVED_SECONDS}
+"""
+"""Of a node that has been without anybody for long after a second."""
+
 MANIFEST = RankManifest.from_lengths(1, 0, [[90, 20], [30, 80]])
 
 
@@ -184,9 +188,9 @@ def alone_with_a_planned_step(alone: Cluster) -> Team:
 def test_a_node_without_ranks_and_control_plane_does_not_wait_for_planned_steps(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path, 1) as alone:
+    with cluster(tmp_path, 0) as alone:
+        node = alone.start_node("node-0", prelude=HASTY)
         alone_with_a_planned_step(alone).close()
-        node = alone.processes[1]
         # drain_seconds is 30.
         assert node.terminate(15.0) == 0
         assert "neither a rank nor the control plane has been there" in node.log.read_text()
@@ -195,14 +199,16 @@ def test_a_node_without_ranks_and_control_plane_does_not_wait_for_planned_steps(
 def test_a_node_without_control_plane_finishes_the_steps_of_ranks_that_are_connected(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path, 1) as alone, alone_with_a_planned_step(alone) as team:
-        node = alone.processes[1]
+    with cluster(tmp_path, 0) as alone:
+        node = alone.start_node("node-0", prelude=HASTY)
+        team = alone_with_a_planned_step(alone)
         node.popen.terminate()
-        time.sleep(UNSERVED_SECONDS + 1.0)
+        time.sleep(UNSERVED_SECONDS + 0.5)
         for future in team.start_submitted([MANIFEST]):
             future.result(EXIT_SECONDS)
         assert node.popen.wait(EXIT_SECONDS) == 0
         assert "unfinished" not in node.log.read_text()
+        team.close()
 
 
 def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Process) -> None:
@@ -239,44 +245,3 @@ def test_a_node_that_was_stopped_for_longer_than_its_lease_comes_back(running: C
 
 def wait_for_servers(running: Cluster, expected: set[str]) -> None:
     eventually(lambda: server_ids(running) == expected, EXIT_SECONDS)
-
-
-def test_a_taken_port_is_named(running: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code = f"""
-from pathlib import Path
-from attention_node.server import run
-from attention_node.settings import NodeSettings
-from tests.support.cluster import NODE_SHAPE
-run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host="127.0.0.1",
-    data_port={port}, profile_dir=Path({str(running.folder)!r}), profile_shapes=(NODE_SHAPE,)))
-"""
-        ended = ran_python(code)
-    assert ended.returncode != 0
-    assert str(port) in ended.stderr.splitlines()[-1]
-
-
-def test_a_node_without_free_files_says_so_and_not_that_a_port_is_taken(
-    running: Cluster,
-) -> None:
-    """As one that is started under a small `ulimit -n`, when it is about to listen."""
-    prelude = """
-import os, resource
-from attention_node import server
-endpoint = server.MetricsEndpoint
-def exhausted(*arguments, **more):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    try:
-        while True:
-            os.open("/dev/null", os.O_RDONLY)
-    except OSError:
-        return endpoint(*arguments, **more)
-server.MetricsEndpoint = exhausted
-"""
-    # gRPC prints bytes that are no text.
-    with pytest.raises((RuntimeError, UnicodeDecodeError)):
-        running.start_node("exhausted", prelude=prelude)
-    log = (running.folder / "exhausted.log").read_text(errors="replace")
-    assert "ListenError: metrics_port 127.0.0.1:0" in log
-    assert "ulimit" in log

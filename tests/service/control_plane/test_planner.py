@@ -91,6 +91,11 @@ def test_every_plan_is_valid_and_repeatable(
     # The constructor of Plan checks that tasks partition documents and lie in one segment.
     first, second = plan_of(manifest, servers, tolerance), plan_of(manifest, servers, tolerance)
     assert_equal(first, second)
+    # Neighbours on one server are one task of one segment.
+    ends = set(manifest.segment_offset + manifest.segment_length)
+    for tasks in (first.forward, first.backward):
+        same = (np.diff(tasks.document) == 0) & (np.diff(tasks.server) == 0)
+        assert set(tasks.q_begin[1:][same].tolist()) <= ends
     for forecast in forecasts(first):
         assert np.isfinite(forecast.seconds).all()
         stopped = np.array([server.speed == 0 for server in servers])

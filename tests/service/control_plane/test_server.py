@@ -190,22 +190,6 @@ def _status(control_plane: ControlPlane, path: str) -> int:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lease_seconds": 0.0},
-        {"retained_steps": 63},
-        {"max_pending_steps": 0},
-        {"max_queued_events": 0},
-        {"planning_threads": 0},
-        {"default_planner": "magic"},
-    ],
-)
-def test_wrong_settings_of_the_coordinator_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        start(coordinator=CoordinatorSettings(**{"default_planner": "rotating", **wrong}))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
         {"listen_address": "7700"},
         {"metrics_address": "h:x"},
         {"stop_seconds": -1.0},
@@ -213,8 +197,16 @@ def test_wrong_settings_of_the_coordinator_are_refused(wrong: dict[str, Any]) ->
         {"leader_lease": "no-namespace"},
         {"leader_lease": "a/b", "leader_lock": Path("f")},
         {"leader_pod": "a"},
+        {"coordinator": {"lease_seconds": 0.0}},
+        {"coordinator": {"retained_steps": 63}},
+        {"coordinator": {"max_pending_steps": 0}},
+        {"coordinator": {"max_queued_events": 0}},
+        {"coordinator": {"planning_threads": 0}},
+        {"coordinator": {"default_planner": "magic"}},
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    settings = {"coordinator": {}, **wrong}
+    coordinator = {"default_planner": "rotating", **settings.pop("coordinator")}
     with pytest.raises(ValueError):
-        ControlPlaneSettings(**wrong)
+        start(coordinator=CoordinatorSettings(**coordinator), **settings)

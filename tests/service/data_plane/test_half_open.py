@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
-from prometheus_client import CollectorRegistry
 from ucxx._lib import libucxx
 
 from data_plane.half_open import HalfOpen, half_open_limit
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.process_sockets import AcceptedSockets
 from data_plane.transport import Address
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.secret import SECRET, proven
+from tests.service.data_plane.listener import Listener
+from tests.service.data_plane.secret import SECRET
 from tests.service.data_plane.strangers import LOOPBACK, WAIT_SECONDS, ended, open_at, strangers
 from tests.support.waiting import eventually
 
@@ -29,16 +28,15 @@ HELLO_SECONDS = 2.0
 UCX_MAGIC = bytes.fromhex("78563412bebafeca")
 
 
-class Victim:
-    """A listener that few strangers may occupy, and how it fares."""
+class Victim(Listener):
+    """A listener that few strangers may occupy."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        settings = UcxxSettings(
-            data_host=LOOPBACK, handshake_timeout_seconds=HELLO_SECONDS, max_half_open=LIMIT
+        super().__init__(
+            UcxxSettings(
+                data_host=LOOPBACK, handshake_timeout_seconds=HELLO_SECONDS, max_half_open=LIMIT
+            )
         )
-        self.transport = UcxxTransport(settings, DataPlaneMetrics(self._registry))
-        self.address = self.transport.listen(LOOPBACK, 0, proven())
 
     @property
     def own_port(self) -> int:
@@ -47,20 +45,16 @@ class Victim:
         return port
 
     def refused(self, cause: str) -> float:
-        labels = {"transport": "ucxx", "cause": cause}
-        name = "distca_data_plane_handshakes_refused_total"
-        return self._registry.get_sample_value(name, labels) or 0.0
+        return self.count("handshakes_refused_total", cause)
 
     @property
     def connections(self) -> float:
-        name = "distca_data_plane_connections"
-        return self._registry.get_sample_value(name, {"transport": "ucxx"}) or 0.0
+        return self.count("connections")
 
 
 @pytest.fixture
 def victim() -> Iterator[Victim]:
-    victim = Victim()
-    with closing(victim.transport):
+    with closing(Victim()) as victim:
         yield victim
 
 

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from data_plane.base_transport import say_that_ports_are_open
-from data_plane.interfaces import interface_of, source_ip
 from data_plane.listening_address import accept_only_at, accept_only_from
 from data_plane.nixl.settings import NixlSettings
 from data_plane.transport import Address, ConnectFailed
@@ -103,14 +102,6 @@ def test_an_address_on_no_interface_is_an_error_not_every_interface(
     assert settings(data_host=host).context_options({"UCX_NET_DEVICES": "eth7"})
     named = settings(data_host=host, options={"NET_DEVICES": "lo"})
     assert named.context_options({})["NET_DEVICES"] == "lo"
-
-
-def test_interfaces_are_found_by_any_of_their_addresses() -> None:
-    assert interface_of(LOOPBACK) == interface_of("127.0.1.1") == "lo"
-    assert interface_of("203.0.113.1") is None
-    assert source_ip(LOOPBACK) == LOOPBACK
-    elsewhere = foreign_address()
-    assert interface_of(elsewhere) not in (None, "lo")
 
 
 def test_a_filter_leaves_no_descriptor_behind_and_needs_a_listener() -> None:

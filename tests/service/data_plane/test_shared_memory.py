@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from data_plane.buffer_pool import BufferPool
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
     Address,
     ConnectFailed,
@@ -24,6 +23,7 @@ from data_plane.transport import (
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
+from tests.service.data_plane.listener import Listener
 from tests.service.data_plane.peer import PeerProcess, running_peer, steps
 from tests.service.data_plane.secret import SECRET, proven
 
@@ -41,30 +41,10 @@ def one_host() -> UcxxTransport:
 FACTORY = f"{__name__}:one_host"
 
 
-class Victim:
-    """This side: a transport that listens, with its metrics."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.transport = UcxxTransport(UcxxSettings(one_host=True), DataPlaneMetrics(self.registry))
-        self.accepted: list[Connection] = []
-        self.address = self.transport.listen("127.0.0.1", 0, proven(self._accept))
-
-    def _accept(self, hello: bytes, connection: Connection) -> bytes:
-        self.accepted.append(connection)
-        return b"welcome"
-
-    @property
-    def restarts(self) -> float:
-        name = "distca_data_plane_restarts_total"
-        return self.registry.get_sample_value(name, {"transport": "ucxx"}) or 0.0
-
-
 @pytest.fixture
-def victim() -> Iterator[Victim]:
-    victim = Victim()
-    yield victim
-    victim.transport.close()
+def victim() -> Iterator[Listener]:
+    with closing(Listener(UcxxSettings(one_host=True))) as victim:
+        yield victim
 
 
 def reach(victim: UcxxTransport, peer: PeerProcess, seconds: float) -> Connection:
@@ -106,7 +86,7 @@ def make_deaf(victim: UcxxTransport, writer: PeerProcess, healthy: PeerProcess) 
     pytest.fail(f"none of {TRIES} stops came in the middle of a slot")
 
 
-def test_a_peer_killed_while_it_writes_takes_nobody_along(victim: Victim) -> None:
+def test_a_peer_killed_while_it_writes_takes_nobody_along(victim: Listener) -> None:
     with running_peer(FACTORY) as writer, running_peer(FACTORY) as healthy:
         lost = make_deaf(victim.transport, writer, healthy)
         writer.kill()
@@ -114,11 +94,11 @@ def test_a_peer_killed_while_it_writes_takes_nobody_along(victim: Victim) -> Non
         connection = reach(victim.transport, healthy, 5.0)
         assert time.monotonic() - began < 5.0
         assert hears(victim.transport, connection)
-        assert victim.restarts == 1
+        assert victim.count("restarts_total") == 1
         assert lost.closed
 
 
-def test_whoever_listened_listens_again_on_the_same_port(victim: Victim) -> None:
+def test_whoever_listened_listens_again_on_the_same_port(victim: Listener) -> None:
     with running_peer(FACTORY) as writer, running_peer(FACTORY) as healthy:
         make_deaf(victim.transport, writer, healthy)
         writer.kill()
@@ -137,7 +117,7 @@ def test_whoever_listened_listens_again_on_the_same_port(victim: Victim) -> None
         client.close()
 
 
-def test_a_stopped_peer_takes_nobody_along(victim: Victim) -> None:
+def test_a_stopped_peer_takes_nobody_along(victim: Listener) -> None:
     """It is found by a ping, and what it writes when it goes on disturbs nobody."""
     with running_peer(FACTORY) as writer, running_peer(FACTORY) as healthy:
         lost = make_deaf(victim.transport, writer, healthy)
@@ -148,17 +128,17 @@ def test_a_stopped_peer_takes_nobody_along(victim: Victim) -> None:
         assert hears(victim.transport, connection)
 
 
-def test_a_death_between_slots_costs_no_connection(victim: Victim) -> None:
+def test_a_death_between_slots_costs_no_connection(victim: Listener) -> None:
     with running_peer(FACTORY) as idle, running_peer(FACTORY) as healthy:
         victim.transport.connect(idle.address, b"", 5.0, secret=SECRET)
         other = victim.transport.connect(healthy.address, b"", 5.0, secret=SECRET)[0]
         idle.kill()
         time.sleep(1.0)
         assert hears(victim.transport, other)
-        assert victim.restarts == 0
+        assert victim.count("restarts_total") == 0
 
 
-def test_address_of_the_listener_is_free_after_close(victim: Victim) -> None:
+def test_address_of_the_listener_is_free_after_close(victim: Listener) -> None:
     victim.transport.close()
     again = one_host()
     try:

@@ -138,26 +138,6 @@ class TestAuto:
         choice = choose_transport(TransportFacts(**facts), one_host=one_host)
         assert (choice.name, choice.rdma, choice.obstacles) == (name, rdma, ())
 
-    @pytest.mark.parametrize(
-        ("facts", "says"),
-        [
-            ({"ports": (port(),), "installed": frozenset({UCXX})}, ["nixl is not installed"]),
-            ({"ports": (SHUT,)}, ["uverbs* of mlx5_0"]),
-            ({"ports": (port(),), "locked_bytes": 65536}, ["0.0625 MiB"]),
-            ({"ports": (DOWN,)}, ["mlx5_0:1 is 1: DOWN"]),
-            ({"ports": (EFA,)}, ["not for efa"]),
-            ({"ports": (SOFT,)}, ["not for rxe0"]),
-            ({"ports": (SHUT,), "locked_bytes": 2**20}, ["uverbs* of mlx5_0", "1 MiB"]),
-        ],
-    )
-    def test_tcp_beside_rdma_devices_names_what_is_missing(
-        self, facts: dict[str, Any], says: list[str]
-    ) -> None:
-        choice = choose_transport(TransportFacts(**facts), one_host=False)
-        assert (choice.name, choice.rdma) == (UCXX, False)
-        assert all(word in choice.idle for word in says)
-        assert choice.advice
-
     def test_nothing_installed_says_what_to_install(self) -> None:
         with pytest.raises(ImportError, match=r"distca\[ucxx-cu13\].*distca\[nixl-cu13\]"):
             choose_transport(TransportFacts(installed=frozenset()), one_host=False)
@@ -178,15 +158,6 @@ class TestPeers:
         facts = TransportFacts(ports=(port(),))
         assert choose_transport(facts, one_host=False, peers={UCXX, NIXL}).name is NIXL
         assert choose_transport(TransportFacts(), one_host=False, peers={UCXX, NIXL}).name is UCXX
-
-    def test_rdma_that_they_leave_idle_is_named(self) -> None:
-        choice = choose_transport(
-            TransportFacts(ports=(port(),)), one_host=False, peers=frozenset({UCXX})
-        )
-        assert choice.name is UCXX
-        assert choice.idle.startswith("nixl can use mlx5_0:1 (InfiniBand")
-        assert choice.idle.endswith("but the servers of the pool use ucxx")
-        assert "--transport=nixl" in choice.advice
 
     @pytest.mark.parametrize(("peer", "other"), [(UCXX, NIXL), (NIXL, UCXX)])
     def test_what_only_they_have_says_what_to_install(

@@ -5,26 +5,25 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.greeting import MAX_BODY_BYTES
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
     Address,
-    Connection,
     PeerLost,
     TransportError,
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
-from tests.service.data_plane.conformance import listen, wait_all
+from tests.service.data_plane.conformance import wait_all
+from tests.service.data_plane.listener import Listener
 from tests.service.data_plane.secret import SECRET, proven
 from tests.support.waiting import eventually
 
@@ -78,33 +77,12 @@ class RawClient:
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def transport(registry: CollectorRegistry) -> Iterator[UcxxTransport]:
+def listener() -> Iterator[Listener]:
     settings = UcxxSettings(
         handshake_timeout_seconds=1.0, max_unclaimed_messages=10, max_unclaimed_seconds=2.0
     )
-    transport = UcxxTransport(settings, DataPlaneMetrics(registry))
-    yield transport
-    transport.close()
-
-
-def dropped(registry: CollectorRegistry, cause: str) -> float:
-    labels = {"transport": "ucxx", "cause": cause}
-    return registry.get_sample_value("distca_data_plane_messages_dropped_total", labels) or 0.0
-
-
-@pytest.fixture
-def accepted() -> list[Connection]:
-    return []
-
-
-@pytest.fixture
-def address(transport: UcxxTransport, accepted: list[Connection]) -> Address:
-    return listen(transport, accepted)
+    with closing(Listener(settings)) as listener:
+        yield listener
 
 
 @pytest.mark.parametrize(
@@ -123,43 +101,41 @@ def address(transport: UcxxTransport, accepted: list[Connection]) -> Address:
     ],
 )
 def test_malformed_hello_is_refused_with_a_reason(
-    address: Address, accepted: list[Connection], hello: bytes, reason: bytes
+    listener: Listener, hello: bytes, reason: bytes
 ) -> None:
-    client = RawClient(address)
+    client = RawClient(listener.address)
     assert client.receive_greeting()[0] == 0
     client.send(hello)
     status, said = client.receive_greeting()
     assert status == 4
     assert reason in said
     client.progress_until(lambda: client.lost)
-    assert not accepted
+    assert not listener.accepted
 
 
 @pytest.mark.parametrize("beginning", [b"", MAGIC, struct.pack("!8sII", MAGIC, 1, 9) + b"half"])
-def test_hello_that_never_ends_is_cut_off(
-    address: Address, accepted: list[Connection], beginning: bytes
-) -> None:
-    client = RawClient(address)
+def test_hello_that_never_ends_is_cut_off(listener: Listener, beginning: bytes) -> None:
+    client = RawClient(listener.address)
     if beginning:
         client.send(beginning)
     start = time.monotonic()
     client.progress_until(lambda: client.lost)
     assert time.monotonic() - start < 5.0
-    assert not accepted
+    assert not listener.accepted
 
 
 def test_messages_that_nobody_expects_are_bounded_and_only_their_own_offers_fail(
-    address: Address, registry: CollectorRegistry, accepted: list[Connection]
+    listener: Listener,
 ) -> None:
     other = UcxxTransport()
     try:
-        early, _ = other.connect(address, b"", 5.0, secret=SECRET)
+        early, _ = other.connect(listener.address, b"", 5.0, secret=SECRET)
         pool = BufferPool()
         for tag in range(12):
             early.put(tag, pool.acquire(100), 5.0)
-        eventually(lambda: dropped(registry, "no-room") == 2)
-        late, _ = other.connect(address, b"", 5.0, secret=SECRET)
-        at_server, beside = accepted
+        eventually(lambda: listener.count("messages_dropped_total", "no-room") == 2)
+        late, _ = other.connect(listener.address, b"", 5.0, secret=SECRET)
+        at_server, beside = listener.accepted
         at_server.offer(3, pool.acquire(100), 5.0).wait(5.0)
         offer = beside.offer(1, pool.acquire(2**20), 5.0)
         wait_all([offer, late.put(1, pool.acquire(2**20), 5.0)])
@@ -173,26 +149,26 @@ def test_messages_that_nobody_expects_are_bounded_and_only_their_own_offers_fail
 
 
 def test_messages_that_nobody_expects_wait_for_a_while(
-    address: Address, registry: CollectorRegistry, accepted: list[Connection]
+    listener: Listener,
 ) -> None:
     other = UcxxTransport()
     try:
-        connection, _ = other.connect(address, b"", 5.0, secret=SECRET)
+        connection, _ = other.connect(listener.address, b"", 5.0, secret=SECRET)
         pool = BufferPool()
         # One that UCX announces first, and one that it sends at once.
         connection.put(1, pool.acquire(2**22), 20.0)
         connection.put(2, pool.acquire(64), 20.0)
-        eventually(lambda: dropped(registry, "unexpected") == 2)
+        eventually(lambda: listener.count("messages_dropped_total", "unexpected") == 2)
         with pytest.raises(PeerLost):
-            accepted[0].offer(2, pool.acquire(64), 5.0).wait(5.0)
+            listener.accepted[0].offer(2, pool.acquire(64), 5.0).wait(5.0)
     finally:
         other.close()
 
 
 def test_tag_on_offer_cannot_be_offered_again(
-    transport: UcxxTransport, address: Address, accepted: list[Connection]
+    listener: Listener,
 ) -> None:
-    connection, _ = transport.connect(address, b"to itself", 5.0, secret=SECRET)
+    connection, _ = listener.transport.connect(listener.address, b"to itself", 5.0, secret=SECRET)
     pool = BufferPool()
     connection.offer(5, pool.acquire(1), 5.0)
     with pytest.raises(ValueError):
@@ -200,6 +176,6 @@ def test_tag_on_offer_cannot_be_offered_again(
     assert pool.stats().allocations == 2
 
 
-def test_one_listener_per_transport(transport: UcxxTransport, address: Address) -> None:
+def test_one_listener_per_transport(listener: Listener) -> None:
     with pytest.raises(TransportError):
-        transport.listen("127.0.0.1", 0, proven())
+        listener.transport.listen("127.0.0.1", 0, proven())

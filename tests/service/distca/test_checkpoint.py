@@ -64,17 +64,6 @@ def test_newest_checkpoint_comes_back_equal_and_two_are_kept(tmp_path: Path) -> 
     assert loaded.optimizer == expected.optimizer
 
 
-def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DistcaError):
-        save_checkpoint(tmp_path / "file" / "checkpoints", checkpoint(2))
-
-
-def test_no_checkpoint_to_resume_from_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DistcaError):
-        load_newest(tmp_path / "absent", IDENTITY)
-
-
 FIELDS = {"identity": "abc"}, {"model": None}, {"steps_done": 2.5}, {"seed": 1}
 """Of which each is none of a checkpoint's."""
 
@@ -97,17 +86,18 @@ def with_names_that_are_no_text(path: Path) -> None:
         with_names_that_are_no_text,
     ],
 )
-def test_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_what_is_no_checkpoint_of_this_run_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     path = save_checkpoint(tmp_path, checkpoint(2))
+    for folder, identity in ((tmp_path / "absent", IDENTITY), (tmp_path, {**IDENTITY, "ranks": 4})):
+        with pytest.raises(DistcaError):
+            load_newest(folder, identity)
     damage(path)
     with pytest.raises(DistcaError):
         load_newest(tmp_path, IDENTITY)
-
-
-def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, checkpoint(2))
     with pytest.raises(DistcaError):
-        load_newest(tmp_path, {**IDENTITY, "ranks": 4})
+        save_checkpoint(path / "checkpoints", checkpoint(2))
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from distca.apps.doctor.cluster_probe import ClusterProbe
 from distca.apps.doctor.examination import CHECKS, examine
 from distca.apps.doctor.finding import CheckFinding, Severity
-from distca.apps.doctor.responder import ResponderSettings, child_responder
 from distca.apps.doctor.settings import DoctorSettings
 from distca.apps.doctor.surroundings import Surroundings
 from distca.contract.identity import Role
@@ -89,13 +88,13 @@ def test_nobody_there_fails_once_and_the_checks_that_need_it_say_nothing() -> No
     assert findings("clock", where) == []
 
 
-def test_a_name_that_does_not_resolve_fails() -> None:
-    where = around("nowhere.invalid:7700", data_host="127.0.0.1", one_host=True)
-    assert "nowhere.invalid, the control plane, does not resolve" in says("dns", where, FAIL)
-    where = around("node..example:7700", data_host="127.0.0.1", one_host=True)
-    assert "node..example, the control plane, does not resolve" in says("dns", where, FAIL)
-    where = around(data_host="node..example")
-    assert "data_host node..example is no IPv4 address of this machine" in says("dns", where, FAIL)
+@pytest.mark.parametrize("host", ["nowhere.invalid", "node..example"])
+def test_a_name_that_does_not_resolve_fails(host: str) -> None:
+    for where in (
+        around(f"{host}:7700", data_host="127.0.0.1", one_host=True),
+        around(data_host=host),
+    ):
+        assert FAIL in [finding.status for finding in findings("dns", where)]
 
 
 # Certificates.
@@ -157,12 +156,6 @@ def test_without_ucxx_the_check_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert (finding.status, "ucxx-cu13" in finding.advice) == (FAIL, True)
 
 
-def test_a_child_that_does_not_start_is_an_error() -> None:
-    refused = pytest.raises(RuntimeError)
-    with refused, child_responder(ResponderSettings(host="203.0.113.9")):
-        pass
-
-
 def skipping(*kept: str) -> list[str]:
     """Options that leave out every check but ``kept``."""
     return [f"--skip={name}" for name in CHECKS if name not in kept]
@@ -199,17 +192,12 @@ def test_every_device_that_is_named_is_checked() -> None:
         device="cpu", also_devices=("cuda:7",), skip=frozenset(CHECKS.keys() - {"gpu", "kernels"})
     )
     found = [
-        (each.check, each.status, each.says) for each in examine(Surroundings(settings=settings))
+        (each.check, each.says.partition(": ")[0], each.status)
+        for each in examine(Surroundings(settings=settings))
     ]
-    gpus = [(status, says) for check, status, says in found if check == "gpu"]
-    (first, of_first), (second, of_second) = gpus
-    assert (first, second) == (Severity.PASS, Severity.FAIL)
-    assert of_first.startswith("cpu: ")
-    assert of_second.startswith("cuda:7: ")
-    assert [says.partition(": ")[0] for check, _, says in found if check == "kernels"] == [
-        "cpu",
-        "cuda:7",
-    ]
+    for check in ("gpu", "kernels"):
+        assert (check, "cpu", PASS) in found
+        assert (check, "cuda:7", FAIL) in found
 
 
 def test_strict_fails_for_warnings() -> None:

@@ -19,6 +19,7 @@ from tests.support.programs import ran_python
 NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32")
 WIDE = (*NODE[:2], "--shape=128:1:1024:float32")
 PROFILE = ("profile", "--shape=1:1:8:float32")
+SCHEDULE = ("schedule", "--ranks=3")
 PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
 
 BROKEN = {
@@ -67,6 +68,22 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*NODE, "--profile-dir={here}/cut.pem/x"), "profile_dir {here}/cut.pem/x cannot be used"),
     ((*NODE, "--server-id=-rf"), "server_id is '-rf'"),
     (("--config={here}/binary.toml", "health"), "is no TOML"),
+    (("nonsense",), "No such command 'nonsense'"),
+    (("local", "--nonsense"), "No such option"),
+    (("local", "--trainers=0"), "trainers is 0"),
+    (("local", "--nodes=0"), "nodes is 0"),
+    (("local", "--hidden-size=130"), "hidden_size 130"),
+    (("local", "--learning-rate=nan"), "learning_rate is nan"),
+    (("local", "--mode=elsewhere"), "'elsewhere'"),
+    (("train", "--run-dir=/tmp"), "DISTCA_TRAIN_CONTROL_PLANE"),
+    (("control-plane", "--listen=nowhere"), "listen_address is 'nowhere'"),
+    (("control-plane", "--tls-key=k.pem"), "tls_certificate"),
+    ((*NODE[:2], "--shape=8:2"), "shape is '8:2'"),
+    ((*SCHEDULE, "--max-deferred=0"), "max_deferred is 0"),
+    ((*SCHEDULE, "--name=1f1b", "--max-deferred=1"), "zero-bubble"),
+    ((*SCHEDULE, "--name=gantt"), "'gantt'"),
+    (("schedule", "--ranks=0"), "n_stages is 0"),
+    ((*SCHEDULE, "--name=interleaved", "--microbatches=5"), "multiple of the ranks"),
 ]
 
 

@@ -122,12 +122,8 @@ def test_health_is_told_over_http_beside_the_metrics(
         assert asked(endpoint.port, "/livez") == live
         assert asked(endpoint.port, "/readyz/") == ready
         assert "distca_build_info" in asked(endpoint.port, "/metrics")[1]
-
-
-def test_a_process_without_health_has_no_such_pages() -> None:
-    endpoint = MetricsEndpoint("127.0.0.1", 0, process_registry("trainer"))
-    with contextlib.closing(endpoint):
-        assert asked(endpoint.port, "/readyz")[0] == 404
+    with contextlib.closing(MetricsEndpoint("127.0.0.1", 0, registry)) as without:
+        assert asked(without.port, "/readyz")[0] == 404
 
 
 def asked(port: int, path: str) -> tuple[int, str]:

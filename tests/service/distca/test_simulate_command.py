@@ -41,11 +41,6 @@ def test_all_methods_are_compared() -> None:
     assert "Verdict:" in output
 
 
-def test_pipelines_are_simulated() -> None:
-    output = run("--distribution", "prolong", *SMALL, "--stages", "2", "--microbatches", "3")
-    assert "2 stages, 3 microbatches" in output
-
-
 PIPELINE = ("--distribution", "prolong", *SMALL[:-2], "--gpus", "16", "--stages", "2")
 
 
@@ -89,13 +84,6 @@ def test_schedules_of_one_name_are_refused(tmp_path: Path) -> None:
     assert f"{paths[1]} is called s, and so is another one" in refusal
     refusal = refused(*PIPELINE, "--schedules", f"1f1b,{paths[2]}")
     assert f"{paths[2]} is called 1f1b, and so is another one" in refusal
-
-
-def test_figures_and_page_are_written(tmp_path: Path) -> None:
-    png, page = tmp_path / "a.png", tmp_path / "a.html"
-    run("--distribution", "pretrain", *SMALL, "--png", str(png), "--html", str(page))
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in page.read_text()
 
 
 @pytest.mark.parametrize(

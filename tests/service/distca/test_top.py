@@ -135,13 +135,10 @@ def test_a_job_shows_progress_speed_and_balance() -> None:
     for words in ("3/4", "7 done, 9 planned", "5%", "100,000", "1.50", "forward 1.50 1.02 1.30"):
         assert words in text
     assert "backward 1.40 1.01 -" in text
-
-
-def test_a_job_on_gpus_shows_no_waits() -> None:
-    job = cluster_pb2.JobStatus()
-    job.CopyFrom(JOB)
-    job.last_step.ClearField("wait_seconds")
-    (line,) = (line for line in shown(jobs=(job,)).splitlines() if "3/4" in line)
+    on_gpus = cluster_pb2.JobStatus()
+    on_gpus.CopyFrom(JOB)
+    on_gpus.last_step.ClearField("wait_seconds")
+    (line,) = (line for line in shown(jobs=(on_gpus,)).splitlines() if "3/4" in line)
     assert line.split()[-4:] == ["2", "-", "100,000", "1.50"]
 
 
@@ -157,50 +154,34 @@ def test_eighty_columns_show_whole_names_and_every_number() -> None:
     assert text.count("1.5 GiB") == text.count("2.50 ") + text.count("2.50\n") == len(ids)
 
 
-def test_an_empty_cluster_and_old_figures_are_told() -> None:
+def test_an_empty_cluster_and_old_figures_are_shown() -> None:
+    with pytest.raises(ValueError):
+        Watch(expect_servers=2)  # it is for --once alone
     text = shown(away="connect at cp:7700: refused")
     assert "No server has joined." in text
     assert "No job is open." in text
     assert "No answer for 12 s, what follows is old" in text
 
 
-def test_settings_for_once_alone_are_refused_elsewhere() -> None:
-    with pytest.raises(ValueError):
-        Watch(expect_servers=2)
-
-
-def test_once_shows_servers_and_jobs_of_a_control_plane() -> None:
+def test_once_shows_servers_and_jobs_as_text_and_json_and_counts_servers() -> None:
     load = membership_pb2.ServerLoad(queued_tasks=41, busy_ratio=0.25)
     with running() as control_plane, client_of(control_plane.address) as client:
         lease = client.register("node-a")
         client.membership.Heartbeat(membership_pb2.HeartbeatRequest(lease_id=lease, load=load))
         job_id, rank_lease = client.open(0, job_spec("train", n_ranks=1))
         client.submit(job_id, rank_lease, rank_manifest(0, 0))
-        asked = distca("top", "--once", f"--control-plane={control_plane.address}")
+        once = ["top", "--once", f"--control-plane={control_plane.address}"]
+        asked = distca(*once, "--expect-servers=1")
+        as_json = distca("top", "--once", "--json", DISTCA_CONTROL_PLANE=control_plane.address)
+        missing = distca(*once, "--expect-servers=2", "--wait-seconds=1.5")
     assert asked.returncode == 0, asked.stderr
     for words in ("1 server ", "node-a", "25%", "41", "train", "1/1"):
         assert words in asked.stdout
-
-
-def test_json_has_the_same_for_scripts() -> None:
-    with running() as control_plane, client_of(control_plane.address) as client:
-        client.register("node-a")
-        client.open(0, job_spec("train"))
-        asked = distca("top", "--once", "--json", DISTCA_CONTROL_PLANE=control_plane.address)
-    told = ParseDict(json.loads(asked.stdout), cluster_pb2.DescribeClusterResponse())
+    told = ParseDict(json.loads(as_json.stdout), cluster_pb2.DescribeClusterResponse())
     assert [each.server.server_id for each in told.servers] == ["node-a"]
     assert [(each.name, each.finished_step) for each in told.jobs] == [("train", -1)]
-
-
-def test_too_few_servers_are_an_error_with_the_number() -> None:
-    with running() as control_plane, client_of(control_plane.address) as client:
-        client.register("node-a")
-        arguments = ["top", "--once", f"--control-plane={control_plane.address}"]
-        enough = distca(*arguments, "--expect-servers=1")
-        missing = distca(*arguments, "--expect-servers=2", "--wait-seconds=1.5")
-    assert enough.returncode == 0, enough.stderr
     assert missing.returncode == 1
-    assert "DistcaError: 1 of 2 servers take work" in missing.stderr
+    assert "DistcaError: 1 of 2 servers" in missing.stderr
 
 
 class Terminal:

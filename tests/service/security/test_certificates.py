@@ -77,30 +77,6 @@ def test_a_connection_without_a_good_certificate_is_refused_and_counted(
     refused_soon(control_plane, "connection", "no-handshake", before + 1)
 
 
-def test_a_client_refuses_a_control_plane_of_another_authority(
-    control_plane: ControlPlane, pki: Pki, foreign_pki: Pki
-) -> None:
-    trusting = Files(foreign_pki.ca_file, *_pair(pki.issue(Role.OPERATOR)))
-    with (
-        secure_client(control_plane, trusting) as client,
-        fails(rpc.Reason.UNAVAILABLE),
-    ):
-        describe(client)
-
-
-def test_a_client_refuses_a_control_plane_of_another_name(
-    control_plane: ControlPlane, pki: Pki
-) -> None:
-    files = pki.issue(Role.OPERATOR)
-    with (
-        secure_client(control_plane, files, server_name="elsewhere.example") as client,
-        fails(rpc.Reason.UNAVAILABLE),
-    ):
-        describe(client)
-    with secure_client(control_plane, files, server_name="localhost") as client:
-        describe(client)
-
-
 @pytest.mark.parametrize("uris", [[], ["spiffe://distca/king/a"], ["spiffe://other/operator/a"]])
 def test_a_certificate_without_a_role_is_unauthenticated(
     control_plane: ControlPlane, pki: Pki, uris: list[str]
@@ -141,10 +117,6 @@ def test_health_answers_every_role_and_nobody_else(
         with pytest.raises(grpc.RpcError) as caught:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-def _pair(files: Files) -> tuple[Any, Any]:
-    return files.certificate_file, files.key_file
 
 
 def _sign_with_uris(pki: Pki, files: Files, uris: list[str]) -> None:

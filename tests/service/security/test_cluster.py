@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from distca.contract.identity import Role
 from distca.v1 import data_plane_pb2
 from tests.service.security.pki import HOUR, Pki
 from tests.service.security.secure_cluster import CHECK_SECONDS, SecureCluster
+from tests.support import preloaded
 from tests.support.cluster import NODE_SHAPE, Cluster
-from tests.support.programs import ran_python
 from tests.support.team import Team
 
 pytestmark = pytest.mark.timeout(300)
@@ -90,7 +91,7 @@ def test_a_loop_in_a_process_of_its_own_finds_all_in_the_environment(
         "DISTCA_PROFILE_DIR": cluster.folder,
         "CUDA_VISIBLE_DEVICES": "",
     }
-    run = ran_python(FROM_THE_ENVIRONMENT, env=os.environ | _texts(environment))
+    run = loop_with(environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert json.loads(run.stdout) == {
         "job": "from-the-environment",
@@ -100,13 +101,14 @@ def test_a_loop_in_a_process_of_its_own_finds_all_in_the_environment(
         "data_host": "127.0.0.1",
     }
     del environment["DISTCA_TLS_KEY"]
-    run = ran_python(FROM_THE_ENVIRONMENT, env=os.environ | _texts(environment))
+    run = loop_with(environment)
     assert run.returncode
     assert "key_file is None" in run.stderr
 
 
-def _texts(environment: dict[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in environment.items()}
+def loop_with(environment: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    texts = {name: str(value) for name, value in environment.items()}
+    return preloaded.run(FROM_THE_ENVIRONMENT, environment=os.environ | texts, timeout=100)
 
 
 def manifests(n_ranks: int = 2) -> list[RankManifest]:
@@ -162,20 +164,26 @@ def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
                 hello = data_plane_pb2.Hello(**fields).SerializeToString()
                 transport.connect(address, hello, 5.0, secret=secret)
 
-            wrong: list[dict[str, Any]] = [
-                {"secret": b""},
-                {"secret": bytes(36)},
-                {"secret": others.sessions[0]._link.token},
-                {"rank": 1},
-                {"secret": old_token},
-                {"job_id": old_job, "secret": old_token},
-                {"job_id": others.sessions[0].job_id},
+            unknown = data_plane_pb2.HELLO_REFUSAL_UNKNOWN
+            wrong: list[tuple[dict[str, Any], int]] = [
+                ({"secret": b""}, unknown),
+                ({"secret": bytes(36)}, unknown),
+                ({"secret": others.sessions[0]._link.token}, unknown),
+                ({"rank": 1}, unknown),
+                ({"secret": old_token}, unknown),
+                ({"job_id": old_job, "secret": old_token}, unknown),
+                ({"job_id": others.sessions[0].job_id}, unknown),
+                ({"server_id": "node-9"}, data_plane_pb2.HELLO_REFUSAL_SERVER),
+                ({"server_id": "node-9", "secret": b""}, data_plane_pb2.HELLO_REFUSAL_SERVER),
+                ({"version": 99}, data_plane_pb2.HELLO_REFUSAL_VERSION),
             ]
-            for changes in wrong:
+            for changes, code in wrong:
                 with pytest.raises(HandshakeRejected) as refused:
                     connect(**changes)
-                assert refused.value.code == data_plane_pb2.HELLO_REFUSAL_UNKNOWN
-                assert not refused.value.proven
+                assert refused.value.code == code
+                assert not (code == unknown and refused.value.proven)
+            with pytest.raises(HandshakeRejected):
+                transport.connect(address, b"\xff\xfe garbage", 5.0, secret=token)
             # The refused have disturbed nobody.
             ours.check(manifests())
     finally:

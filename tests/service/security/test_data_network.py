@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool
-from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
     Address,
     Claim,
@@ -35,7 +33,8 @@ from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from data_plane.ucxx.wire_tags import WireTags
 from tests.service.data_plane.conformance import pattern
-from tests.service.data_plane.secret import SECRET, proven
+from tests.service.data_plane.listener import Listener
+from tests.service.data_plane.secret import SECRET
 from tests.service.data_plane.test_ucxx_handshake import RawClient, greeting
 from tests.service.security.recording_proxy import recording
 from tests.support.waiting import eventually
@@ -65,31 +64,10 @@ def suppressed(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@dataclass
-class Server:
-    """A listener with its metrics."""
-
-    transport: UcxxTransport
-    registry: CollectorRegistry
-    address: Address = field(init=False)
-    accepted: list[Connection] = field(default_factory=list)
-
-    def count(self, name: str, cause: str) -> float:
-        labels = {"transport": "ucxx", "cause": cause}
-        return self.registry.get_sample_value(f"distca_data_plane_{name}_total", labels) or 0.0
-
-    def accept(self, hello: bytes, connection: Connection) -> bytes:
-        self.accepted.append(connection)
-        return b"welcome"
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    registry = CollectorRegistry()
+def server() -> Iterator[Listener]:
     settings = UcxxSettings(max_unclaimed_messages=50, max_unclaimed_seconds=1.0)
-    with closing(UcxxTransport(settings, DataPlaneMetrics(registry))) as transport:
-        server = Server(transport, registry)
-        server.address = transport.listen("127.0.0.1", 0, proven(server.accept))
+    with closing(Listener(settings)) as server:
         yield server
 
 
@@ -111,7 +89,7 @@ def guesses(connection_id: int) -> list[int]:
 
 
 def test_forged_rows_and_close_notices_are_dropped_counted_and_close_nothing(
-    server: Server, client: UcxxTransport
+    server: Listener, client: UcxxTransport
 ) -> None:
     connection, _ = client.connect(server.address, b"rank 0", WAIT_SECONDS, secret=SECRET)
     (at_server,) = server.accepted
@@ -125,8 +103,8 @@ def test_forged_rows_and_close_notices_are_dropped_counted_and_close_nothing(
         attacker.put(wire, forged)
     eventually(
         lambda: (
-            server.count("messages_dropped", "no-room")
-            + server.count("messages_dropped", "unexpected")
+            server.count("messages_dropped_total", "no-room")
+            + server.count("messages_dropped_total", "unexpected")
             == MESSAGES
         )
     )
@@ -165,7 +143,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(server: Server, client: UcxxTransport) -> Watched:
+def watched(server: Listener, client: UcxxTransport) -> Watched:
     connection, _ = client.connect(server.address, b"rank 0", WAIT_SECONDS, secret=SECRET)
     (at_server,) = server.accepted
     assert isinstance(at_server, BaseConnection)
@@ -174,11 +152,11 @@ def watched(server: Server, client: UcxxTransport) -> Watched:
     return Watched(connection, at_server, attacker)
 
 
-def test_news_that_are_sent_again_are_dropped(server: Server, watched: Watched) -> None:
+def test_news_that_are_sent_again_are_dropped(server: Listener, watched: Watched) -> None:
     watched.at_client.skip(7)
     watched.offer(7, 64).wait(WAIT_SECONDS)
     watched.attacker.put(watched.wire(2, 0), b"\0forged close notice".ljust(64))
-    eventually(lambda: server.count("messages_dropped", "unexpected") == 1)
+    eventually(lambda: server.count("messages_dropped_total", "unexpected") == 1)
     assert not watched.at_server.closed
 
 
@@ -228,12 +206,12 @@ def test_a_put_that_lost_against_a_forged_message_ends_within_seconds(
 
 
 @pytest.mark.parametrize("nbytes", [2**20, 2**30 + 4096])
-def test_a_long_message_to_nobody_holds_no_memory(server: Server, nbytes: int) -> None:
+def test_a_long_message_to_nobody_holds_no_memory(server: Listener, nbytes: int) -> None:
     """Its bytes are never fetched, and its sender is told that they were."""
     attacker = Attacker(server.address)
     attacker.receive_greeting()
     attacker.put(12345, bytes(nbytes))
-    eventually(lambda: server.count("messages_dropped", "unexpected") == 1)
+    eventually(lambda: server.count("messages_dropped_total", "unexpected") == 1)
 
 
 class Tap:
@@ -260,10 +238,7 @@ def recorded_hello(claim: Claim) -> bytes:
 
 def test_a_recorded_hello_is_worth_nothing_and_holds_no_token(client: UcxxTransport) -> None:
     tap = Tap()
-    registry = CollectorRegistry()
-    with closing(UcxxTransport(None, DataPlaneMetrics(registry))) as transport:
-        server = Server(transport, registry)
-        server.address = transport.listen("127.0.0.1", 0, tap.accept)
+    with closing(Listener(accept=tap.accept)) as server:
         client.connect(server.address, b"rank 0, epoch 1", WAIT_SECONDS, secret=SECRET)
         recorded = recorded_hello(tap.claims[0])
         assert SECRET not in recorded
@@ -274,10 +249,10 @@ def test_a_recorded_hello_is_worth_nothing_and_holds_no_token(client: UcxxTransp
         assert (status, said) == (4, b"\x00the proof of the hello is wrong")
         # It was heard as it was sent the first time.
         assert recorded_hello(tap.claims[1]) == recorded
-        assert server.count("handshakes_refused", "proof") == 1
+        assert server.count("handshakes_refused_total", "proof") == 1
 
 
-def test_a_relay_is_found_and_sees_no_secret(server: Server, client: UcxxTransport) -> None:
+def test_a_relay_is_found_and_sees_no_secret(server: Listener, client: UcxxTransport) -> None:
     """Somebody in between, or address translation: both ends know other addresses."""
     target = (server.address.host, server.address.port)
     with recording(target) as relay:

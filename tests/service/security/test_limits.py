@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import grpc
 import pytest
 
 from control_plane.access.access_policy import POLICIES
@@ -13,8 +12,6 @@ from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings, open_channel
-from distca.contract.rpc_errors import RETRY_AFTER_KEY
-from distca.v1 import jobs_pb2
 from tests.service.security.pki import Files, Pki, control_plane_with, refused, secure_client
 from tests.service.trainer_client.talking_rank import TalkingRank
 from tests.support.errors import fails
@@ -102,19 +99,6 @@ def test_registering_too_fast_is_refused_until_the_time_that_is_told(
     assert register(control_plane, pki.issue(Role.SERVER, "calm"), range(1)) is None
     control_plane.pass_time(refusal.retry_after_seconds)
     assert register(control_plane, files, range(20, 21)) is None
-
-
-def test_jobs_are_opened_no_faster(control_plane: ControlPlane, pki: Pki) -> None:
-    with secure_client(control_plane, pki.issue(Role.TRAINER, "eager")) as client:
-        for _ in range(4):
-            with fails(rpc.Reason.INVALID_REQUEST):
-                client.jobs.OpenJob(jobs_pb2.OpenJobRequest())
-        with fails(rpc.Reason.RATE_LIMITED) as caught:
-            client.jobs.OpenJob(jobs_pb2.OpenJobRequest())
-        cause = caught.value.__cause__
-        assert isinstance(cause, grpc.RpcError)
-        assert cause.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert dict(cause.trailing_metadata())[RETRY_AFTER_KEY]
 
 
 def test_ranks_that_are_too_early_try_again() -> None:

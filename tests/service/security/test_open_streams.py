@@ -27,7 +27,7 @@ from tests.support.waiting import eventually
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 WATCH_RANK = "/distca.v1.Jobs/WatchRank"
-CHURN_STREAMS, CHURN_AT_ONCE = 5000, 50
+CHURN_STREAMS, CHURN_AT_ONCE = 2000, 50
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
-from attention_node.pool_link import PoolLink
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.identity import Role
 from distca.contract.rotation import Rotation
 from distca.contract.tls import server_credentials
-from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2
+from distca.v1 import jobs_pb2, jobs_pb2_grpc
+from tests.service.attention_node.test_pool_link import Node
+from tests.service.distca.test_contact import Jobs
 from tests.service.security.pki import HOUR, Files, Mounted, Pki, control_plane_with, ends
 from tests.support.errors import fails
-from tests.support.service_harness import (
-    server_description,
-)
 from tests.support.waiting import eventually
 
 CHECK_SECONDS = 0.1
@@ -44,33 +40,10 @@ def settings(address: str, files: Files) -> rpc.RpcSettings:
     )
 
 
-class Node:
-    """A server that does nothing but watch."""
-
-    def __init__(self, address: str, files: Files) -> None:
-        self.planned: list[int] = []
-        self.told: list[str] = []
-        self.membership = PoolLink(
-            settings(address, files),
-            server_description("s0"),
-            load=membership_pb2.ServerLoad,
-            on_event=self._event,
-            on_registered=lambda: self.told.append("registered"),
-            on_fenced=lambda: self.told.append("fenced"),
-            on_drain=lambda: self.told.append("drain"),
-            on_lost=lambda error: self.told.append(str(error)),
-            away_seconds=WAIT_SECONDS,
-        )
-        self.membership.join()
-
-    def _event(self, event: jobs_pb2.PlanEvent) -> None:
-        if event.WhichOneof("event") == "step_planned":
-            self.planned.append(event.step_planned.plan.manifest.step)
-
-
 @contextmanager
 def node_of(control_plane: ControlPlane, files: Files) -> Iterator[Node]:
-    node = Node(control_plane.address, files)
+    node = Node(settings(control_plane.address, files), "s0")
+    node.membership.join()
     try:
         yield node
     finally:
@@ -162,20 +135,9 @@ def test_several_renewals_in_a_row_end_with_the_last(
         eventually(last)
 
 
-class SlowJobs(jobs_pb2_grpc.JobsServicer):
-    """Answers when it is released."""
-
-    def __init__(self) -> None:
-        self.begun, self.release = threading.Event(), threading.Event()
-
-    def DescribeJob(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.begun.set()
-        assert self.release.wait(WAIT_SECONDS)
-        return jobs_pb2.DescribeJobResponse(planned_step=7)
-
-
 def test_a_call_that_is_under_way_ends_on_the_contact_that_it_began_on(pki: Pki) -> None:
-    service = SlowJobs()
+    service = Jobs()
+    service.release.clear()
     server = grpc.server(futures.ThreadPoolExecutor(2))
     jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
     tls = pki.issue(Role.CONTROL_PLANE).for_server()

@@ -90,35 +90,25 @@ def tenants(control_plane: ControlPlane, pki: Pki) -> Iterator[Tenants]:
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_without_a_token_a_call_is_unauthenticated(tenants: Tenants, method: str) -> None:
-    before = refused(tenants.control_plane, method, "missing-token")
-    with fails(rpc.Reason.MISSING_TOKEN):
-        CALLS[method](tenants.a, tenants.job_a, tenants.lease_0, _with_token(None))
-    assert refused(tenants.control_plane, method, "missing-token") == before + 1
-
-
-@pytest.mark.parametrize("method", CALLS)
-def test_another_jobs_token_is_denied(tenants: Tenants, method: str) -> None:
-    """Team b knows team a's job id and even a lease of it, and has a token of its own."""
-    before = refused(tenants.control_plane, method, "wrong-token")
-    with_token = _with_token(tenants.token(tenants.lease_b))
-    with fails(rpc.Reason.WRONG_TOKEN):
-        CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
-    assert refused(tenants.control_plane, method, "wrong-token") == before + 1
-
-
-@pytest.mark.parametrize("method", CALLS)
-def test_a_stolen_token_is_denied_to_another_identity(tenants: Tenants, method: str) -> None:
-    with_token = _with_token(tenants.token(tenants.lease_0))
-    with fails(rpc.Reason.WRONG_TOKEN):
-        CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
-
-
-@pytest.mark.parametrize("method", sorted(OF_ONE_RANK))
-def test_another_ranks_token_is_denied(tenants: Tenants, method: str) -> None:
-    with_token = _with_token(tenants.token(tenants.lease_0))
-    with fails(rpc.Reason.WRONG_TOKEN):
-        CALLS[method](tenants.a, tenants.job_a, tenants.lease_1, with_token)
+def test_a_call_needs_the_token_of_its_job_its_tenant_and_its_rank(
+    tenants: Tenants, method: str
+) -> None:
+    """Team b knows team a's job id and even a lease of it, has a token of its own, and has stolen
+    one; a rank has the token of another."""
+    wrong = rpc.Reason.WRONG_TOKEN
+    own, stolen = (tenants.token(lease) for lease in (tenants.lease_b, tenants.lease_0))
+    cases = [
+        (tenants.a, tenants.lease_0, None, rpc.Reason.MISSING_TOKEN),
+        (tenants.b, tenants.lease_0, own, wrong),
+        (tenants.b, tenants.lease_0, stolen, wrong),
+        *([(tenants.a, tenants.lease_1, stolen, wrong)] if method in OF_ONE_RANK else []),
+    ]
+    for client, lease, token, reason in cases:
+        label = "missing-token" if token is None else "wrong-token"
+        before = refused(tenants.control_plane, method, label)
+        with fails(reason):
+            CALLS[method](client, tenants.job_a, lease, _with_token(token))
+        assert refused(tenants.control_plane, method, label) == before + 1
 
 
 @pytest.mark.parametrize("forged", [b"", b"x", bytes(36), rank_token(bytes(32), 0)])

@@ -7,7 +7,6 @@ import pytest
 
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
-from core_attention.ca_task import Phase
 from distca.apps.simulator.baselines import balanced_seconds, plain_packing
 from distca.apps.simulator.disaggregated import Method, disaggregated_step, slot_manifest
 from distca.apps.simulator.packing import pack_in_order
@@ -60,38 +59,6 @@ def test_slower_links_never_make_a_step_faster() -> None:
         for bandwidth in (400e9, 100e9, 25e9, 5e9)
     ]
     assert seconds == sorted(seconds)
-
-
-def test_idle_stages_serve_as_the_formula_says() -> None:
-    """With equal documents, endless links and a perfect plan, pipelines with pooled attention take
-    ((m + p - 1) l + m a) where balanced 1F1B takes (m + p - 1) (l + a)."""
-    n_stages, n_microbatches = 4, 4
-    of = setup(
-        8,
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        cluster=ENDLESS,
-        tokens_per_rank=256 * K,
-    )
-    lengths = np.full(of.step_tokens // (8 * K), 8 * K)
-    balanced = balanced_seconds(of, lengths)
-    slots = n_microbatches + n_stages - 1
-    per_slot = balanced / slots
-    no_attention = setup(
-        8, n_stages=n_stages, n_microbatches=n_microbatches, tokens_per_rank=256 * K
-    )
-    linear = (
-        sum(no_attention.linear_seconds_per_token(phase) for phase in Phase)
-        * 256
-        * K
-        * of.layers_per_stage
-    )
-    attention = per_slot - linear
-    expected = slots * linear + n_microbatches * attention
-    step = disaggregated_step(of, lengths, METHOD)
-    # Whole documents of 8K cannot be divided perfectly: the plan's own tolerance is 5%.
-    assert step.seconds == pytest.approx(expected, rel=0.05)
-    assert step.seconds < balanced
 
 
 def test_a_tick_holds_its_microbatches_on_their_stages() -> None:

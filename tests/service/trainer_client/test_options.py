@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import trainer_client
+from distca.contract.timeouts import TimeoutOrderError
 from tests.cluster.trainer_client.test_options_of_models import JOB, llama
-from tests.support.cluster import NODE_SHAPE
+from tests.support.cluster import NODE_SHAPE, Cluster
 from tests.support.model_options import options_for
+from tests.support.team import Team
 from trainer_client import Placement, Session, SessionOptions
 
 
@@ -87,3 +89,24 @@ def test_the_cpu_has_one_name(device: Any) -> None:
     # accelerate's name for the CPU of a rank.
     assert options(device=device).device == "cpu"
     assert options_for(llama(), **JOB, device=device).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tick_timeout_seconds": 2.8}, {"collective_timeout_seconds": 100.0}]
+)
+def test_timeouts_of_one_rank_that_contradict_each_other_are_refused(
+    wrong: dict[str, float],
+) -> None:
+    with pytest.raises(TimeoutOrderError):
+        options(**wrong)
+
+
+def test_a_shorter_ping_makes_room_for_a_shorter_tick() -> None:
+    options(tick_timeout_seconds=2.8, ping_quiet_seconds=0.25)
+
+
+def test_rank_whose_timeouts_do_not_fit_the_control_planes_is_told(pool_of_four: Cluster) -> None:
+    late: dict[str, Any] = {"connect_timeout_seconds": 10.0, "recovery_timeout_seconds": 20.0}
+    options(**late)  # By themselves they fit.
+    with pytest.raises(TimeoutOrderError):
+        Team(pool_of_four, 1, NODE_SHAPE, placement="pool", **late)

@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from attention_node.hello import PROTOCOL_VERSION
 from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest
-from data_plane.transport import Address, HandshakeRejected, TransportError
-from data_plane.ucxx.settings import UcxxSettings
-from data_plane.ucxx.transport import UcxxTransport
+from data_plane.transport import TransportError
 from distca.contract import rpc
-from distca.v1 import data_plane_pb2
 from tests.service.trainer_client.test_recovery import kill_at
 from tests.support.cluster import NODE_SHAPE, Cluster, cluster
 from tests.support.errors import fails
@@ -72,13 +68,6 @@ def test_what_lost_servers_owe_is_computed_at_home_without_a_control_plane(
         assert team.check(whole()).running[0].machine.at_home
 
 
-def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:
-    with cluster(tmp_path, 0) as empty, Team(empty, 2, NODE_SHAPE, placement="pool") as team:
-        result = team.check(whole())
-        for running in result.running:
-            assert None not in {server.in_place_rank for server in running.plan.servers}
-
-
 def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
     with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
         with pytest.raises(PlanNotReady), team.sessions[0].step(5):
@@ -127,46 +116,6 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
             )
         )
     assert time.monotonic() - began < SOON_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"secret": b"guessed"}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"job_id": "other"}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"server_id": "node-9"}, data_plane_pb2.HELLO_REFUSAL_SERVER),
-        (
-            {"server_id": "node-9", "secret": b"guessed"},
-            data_plane_pb2.HELLO_REFUSAL_SERVER,
-        ),
-        ({"rank": 3}, data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
-        ({"version": 99}, data_plane_pb2.HELLO_REFUSAL_VERSION),
-    ],
-)
-def test_a_stranger_gets_no_connection(
-    pool_of_four: Cluster, change: dict[str, Any], code: int
-) -> None:
-    host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
-    transport = UcxxTransport(UcxxSettings(one_host=True))
-    try:
-        with Team(pool_of_four, 1, NODE_SHAPE, placement="pool") as team:
-            link = team.sessions[0]._link
-            secret = change.get("secret", link.token)
-            fields: dict[str, Any] = {
-                "version": PROTOCOL_VERSION,
-                "job_id": link.job_id,
-                "rank": 0,
-                "server_id": "node-0",
-                **{name: value for name, value in change.items() if name != "secret"},
-            }
-            hello = data_plane_pb2.Hello(**fields).SerializeToString()
-            with pytest.raises(HandshakeRejected) as refused:
-                transport.connect(Address(host, int(port)), hello, 5.0, secret=secret)
-            assert refused.value.code == code
-            with pytest.raises(HandshakeRejected):
-                transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0, secret=secret)
-    finally:
-        transport.close()
 
 
 @pytest.mark.parametrize(
