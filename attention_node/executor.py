@@ -26,6 +26,7 @@ from attention_node.open_tick import OpenTick, Source
 from core_attention.ca_task import Phase
 from core_attention.checksum import ChecksumMismatch
 from core_attention.kernels.protocol import HIGH_PRIORITY, Kernel
+from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from distca.contract.timeouts import default_seconds
 
@@ -310,7 +311,7 @@ class Executor:
         if not batch:
             return
         phase, scale = batch[0][0].tick.phase, batch[0][0].scale
-        rule = batch[0][0].shape.rule
+        rule = batch[0][0].rule
         begin = time.perf_counter()
         self._running.set(1, begin)
         self._resting.set(0, begin)
@@ -364,9 +365,9 @@ class Executor:
                 logger.exception("%s could not be given up", tick.tick)
 
 
-def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, float]:
+def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, ScoreRule, float]:
     """Parts of equal kind can share a kernel call, whatever their job."""
-    return tick.tick.phase, tick.shape, tick.scale
+    return tick.tick.phase, tick.shape, tick.rule, tick.scale
 
 
 def _distinct_ticks(batch: Iterable[tuple[OpenTick, int]]) -> list[OpenTick]:

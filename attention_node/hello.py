@@ -13,7 +13,7 @@ from data_plane.transport import AddressesDiffer, Claim, ClaimRefused, ProofFail
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 
 
 class HelloRefusal(StrEnum):

@@ -16,6 +16,7 @@ from attention_node.tick_route import ASSEMBLED, RowCopy, TickRoute
 from core_attention.ca_task import Phase
 from core_attention.kernels.protocol import BackwardPart, ForwardPart
 from core_attention.message_rows import runs_triton
+from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 
@@ -61,6 +62,7 @@ class OpenTick:
         machine: which sources have arrived, which parts are ready or done, which replies are due.
         route: what belongs to it.
         shape: of the job's core attention.
+        rule: for its scores.
         scale: multiplies q.k before softmax.
         device: where the assembled keys live.
         on_closed: called once, when the tick is over.
@@ -71,6 +73,7 @@ class OpenTick:
     machine: TickMachine
     route: TickRoute
     shape: AttentionShape
+    rule: ScoreRule
     scale: float
     device: torch.device
     on_closed: Callable[[OpenTick], None]

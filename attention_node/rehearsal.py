@@ -135,7 +135,7 @@ def rehearse_tick(
         Tick(plan.step, 0, nano_batch, phase),
         route.outline(phase, owed=frozenset(), message_bytes={}),
     )
-    tick = OpenTick(machine, route, shape, 1.0, device, on_closed=_nothing)
+    tick = OpenTick(machine, route, shape, shape.rule, 1.0, device, on_closed=_nothing)
     n_rows = plan.manifest.tokens_per_rank(nano_batch).tolist()
     ranks = {
         rank: _RehearsedRank(n_rows[rank], phase, pair, shape, device)

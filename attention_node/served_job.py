@@ -23,6 +23,7 @@ from core_attention.kernels.protocol import Kernel
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.pipelining import Pipelining
 from core_attention.plan import Plan
+from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
 from core_attention.tick_order import TickOrder, tick_order
@@ -53,6 +54,7 @@ class JobDescription:
         checksums: messages carry one; None: those that leave their host.
         pipelining: of ranks that form pipelines; None without.
         head_groups: ticks of one call of core attention, which a rank sends together.
+        windows: of each call, the keys that a query sees at most, 0 for all; empty: all see all.
     """
 
     job_id: str
@@ -66,6 +68,7 @@ class JobDescription:
     checksums: bool | None = None
     pipelining: Pipelining | None = None
     head_groups: int = 1
+    windows: tuple[int, ...] = ()
 
     def seals(self, connection: Connection) -> bool:
         """Returns whether the messages of a connection, whose handshake is over, carry a
@@ -81,6 +84,11 @@ class JobDescription:
             num_heads=shape.num_heads * n_groups,
             num_heads_kv=shape.num_heads_kv * n_groups,
         )
+
+    def rule(self, tick: Tick) -> ScoreRule:
+        """The rule for the scores of ``tick``."""
+        window = self.windows[tick.layer // self.head_groups] if self.windows else 0
+        return replace(self.shape.rule, window=window or None)
 
     @cached_property
     def order(self) -> TickOrder | None:
@@ -113,6 +121,7 @@ class JobDescription:
                 else None
             ),
             head_groups=opened.spec.head_groups or 1,
+            windows=tuple(opened.spec.windows),
         )
 
 
@@ -293,6 +302,7 @@ class ServedStep:
                     machine=machine,
                     route=self._route(tick),
                     shape=self.job.shape,
+                    rule=self.job.rule(tick),
                     scale=self.job.scale,
                     device=self._device,
                     on_closed=self._close_tick,

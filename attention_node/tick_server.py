@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ParamSpec
 
@@ -111,16 +111,6 @@ class Host:
 
     def rank_lost(self, job_id: str, rank: int) -> None:
         """Takes job and rank of a connection that was reset."""
-
-    def accept_edge_keys(
-        self, rank: int, received_tags: Sequence[int], connection: Connection
-    ) -> Sequence[int]:
-        """Takes each connection for edge keys, and the tags that the rank behind it has received;
-        gives the tags received here.
-        """
-        raise HelloRefused(
-            HelloRefusal.SERVER, "edge keys are exchanged between ranks, and no rank runs here"
-        )
 
 
 class TickServer:
@@ -279,8 +269,6 @@ class TickServer:
             known = self._jobs.get(job_id)
         job = check_proof(message, claim, self.server_id, known)
         check_hello(message, self.server_id, job)
-        if message.edge_keys:
-            return self._admit_edge_keys(message, connection)
         peer = _Peer(job, rank, connection)
         with self._lock:
             if self._jobs.get(job_id) is not job:
@@ -293,23 +281,10 @@ class TickServer:
         connection.add_closed_callback(lambda error: self._gone(peer, error))
         self._carry_out(due)
         logger.info("job %s: rank %d connected (%s)", job_id, rank, connection.peer)
-        return self._welcome()
-
-    def _admit_edge_keys(self, message: data_plane_pb2.Hello, connection: Connection) -> bytes:
-        """Hands the connection of a rank that has proven itself to the rank of this process."""
-        rank = message.rank
-        if rank == self._local_rank:
-            raise HelloRefused(HelloRefusal.SERVER, f"rank {rank} has edge keys for itself")
-        received = self._host.accept_edge_keys(rank, message.received_tags, connection)
-        connection.show_as(f"{message.job_id}.rank-{rank}")
-        return self._welcome(received)
-
-    def _welcome(self, received_tags: Sequence[int] = ()) -> bytes:
         welcome = data_plane_pb2.Welcome(
             server_id=self.server_id,
             device=str(self._executor.device),
             kernel=self._executor.kernel.name,
-            received_tags=received_tags,
         )
         return bytes(welcome.SerializeToString())
 

@@ -17,7 +17,7 @@ dtype. The last 32 bytes are for a checksum (``core_attention.checksum``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core_attention.ca_task import Phase
 from core_attention.routing import PairRoute
@@ -30,7 +30,6 @@ _REQUEST = {
     Phase.FORWARD: ("q", "k", "v"),
     Phase.BACKWARD: ("q", "k", "v", "do", "lse", "delta"),
 }
-_EDGE = {Phase.FORWARD: ("k", "v"), Phase.BACKWARD: ("dk", "dv")}
 _REPLY = {Phase.FORWARD: ("o", "lse"), Phase.BACKWARD: ("dq", "dk", "dv")}
 
 
@@ -77,20 +76,6 @@ def reply_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> Messa
     """The layout of what ``route.server`` sends back; empty for a rank that gave only K/V in a
     forward tick."""
     return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape)
-
-
-def edge_layout(n_rows: int, shape: AttentionShape, phase: Phase) -> MessageLayout:
-    """The layout of what two ranks exchange of ``n_rows`` edge keys of a layer that is computed at
-    home: k and v, backward dk and dv, float32, which their owner adds to its own.
-
-    Args:
-        n_rows: of keys.
-        shape: of the layer.
-        phase: forward or backward.
-    """
-    if phase is Phase.BACKWARD:
-        shape = replace(shape, dtype="float32")
-    return _layout(_EDGE[phase], 0, n_rows, shape)
 
 
 def _layout(

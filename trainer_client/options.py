@@ -54,6 +54,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         n_layers: core-attention calls in one forward of the model, without those of layers with a
             window or with chunks, which are computed at home; where ranks form pipelines, in all
             stages of the rank that has most.
+        windows: has servers compute layers with windows too: of each of ``n_layers``, the keys that
+            a query sees at most, or 0 for all. For documents that are cut between ranks, since keys
+            travel as for full layers. Not in pipelines.
         head_groups: a call is so many ticks, each with one in so many heads: the replies of one
             travel while the next is computed. Divides ``shape.num_heads_kv``; pays where the
             network is slow and one nano-batch at a time is computed, see ``distca plan``. 1 in
@@ -107,6 +110,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     shape: AttentionShape
     n_nano_batches: int = 2
     head_groups: int = 1
+    windows: Sequence[int] = ()
     cut_documents: bool = False
     pipelining: Pipelining | None = None
     tensor_parallel_ranks: Sequence[int] = ()
@@ -174,6 +178,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
                     "turns, it is 1"
                 )
             self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
+        self._check_windows()
         self._check_cut_documents()
         self._check_tensor_parallel_ranks()
         check_port(self, "data_port", "metrics_port")
@@ -184,6 +189,16 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             self._check_range("kept_forward_ticks", 1, MAX_LAYERS)
         check_seconds(self)
         check_order(known_timeouts(self))
+
+    def _check_windows(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))
+        fits = len(self.windows) == self.n_layers and min(self.windows) >= 0
+        may_be = self.pipelining is None and self.shape.mask is MaskKind.CAUSAL
+        if self.windows and not (fits and may_be):
+            raise ValueError(
+                f"windows is {self.windows}; give 0 or more for each of {self.n_layers} layers, "
+                "under the causal mask and without pipelining, or none"
+            )
 
     def _check_cut_documents(self) -> None:
         refusals = (

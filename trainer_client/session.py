@@ -23,7 +23,6 @@ from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool
 from data_plane.liveness import LivenessMonitor
 from data_plane.metrics import DataPlaneMetrics
-from data_plane.transport import Connection
 from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
@@ -46,7 +45,6 @@ from trainer_client.options import Placement, SessionOptions
 from trainer_client.step.examiner import Examiner
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
-from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.rank_steps import WAITING_SECONDS, RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
@@ -63,9 +61,8 @@ _DEVICE_SECONDS = 1.0
 class _ServerHost(Host):
     """The session, as the server in its process calls it."""
 
-    def __init__(self, link: ControlLink, neighbours: Neighbours, server_id: str) -> None:
+    def __init__(self, link: ControlLink, server_id: str) -> None:
         self._link = link
-        self._neighbours = neighbours
         self._server_id = server_id
 
     def step_finished(self, busy: StepBusy) -> None:
@@ -79,12 +76,6 @@ class _ServerHost(Host):
                 backward_layers=busy.backward_layers,
             ),
         )
-
-    def accept_edge_keys(
-        self, rank: int, received_tags: Sequence[int], connection: Connection
-    ) -> Sequence[int]:
-        """See ``Host``."""
-        return self._neighbours.accept(rank, received_tags, connection)
 
 
 class Session:
@@ -141,9 +132,6 @@ class Session:
             quiet_seconds=options.ping_quiet_seconds,
             ping_timeout_seconds=options.ping_timeout_seconds,
         )
-        self._neighbours = Neighbours(
-            options, self._link, self._transport, self._pool, self._liveness
-        )
         self._meetings: HostMeetings | None = None
         self._running: RunningStep | None = None
         self._handed_in: set[int] = set()
@@ -173,7 +161,6 @@ class Session:
             self._examiner,
             self._liveness,
             self._metrics,
-            self._neighbours,
         )
 
     def _make_server(self) -> InPlaceServer:
@@ -183,9 +170,10 @@ class Session:
             server_id,
             options.rank,
             options.tick_shape,
+            options.windows,
             self._device,
             self._pool,
-            _ServerHost(self._link, self._neighbours, server_id),
+            _ServerHost(self._link, server_id),
             standby=options.placement is Placement.POOL,
             profile_dir=options.profile_dir,
             metrics=NodeMetrics(self.metrics_registry, server_id),
@@ -367,7 +355,6 @@ class Session:
         if self._running is running:
             self._running = None
         self._open.discard(running.step)
-        self._neighbours.forget(self._steps.is_finished)
         self._steps.end(running, why or running.given_up or running.unfinished)
         forget_step(running)
         running.seconds = time.perf_counter() - running.began_seconds
@@ -451,7 +438,6 @@ class Session:
         self._steps.close()
         why = f"the session failed: {error}" if error else "the session is closed"
         self._servers.close_all(why, finished=not error)
-        self._neighbours.close(why, finished=not error)
         self._in_place.close()
         self._transport.close()
         self._liveness.close()
@@ -487,6 +473,7 @@ class Session:
                 n_layers=options.layer_ticks,
                 n_nano_batches=options.n_nano_batches,
                 head_groups=options.head_groups,
+                windows=options.windows,
                 shape=shape_to_proto(options.tick_shape),
                 placement=f"PLACEMENT_{options.placement.name}",
                 tolerance=options.tolerance,
@@ -573,7 +560,6 @@ class Session:
             recoveries=running.recoveries,
             replayed_ticks=running.replayed_ticks,
             recovery_seconds=running.recovery_seconds,
-            edge_wait_seconds=running.edge_wait_seconds,
             trace=running.trace,
         )
         self.reports.append(running.report)

@@ -80,7 +80,6 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         "/distca.v1.Jobs/ReportServerLost": _of_trainers(),
         "/distca.v1.Jobs/DescribeJob": _READ_JOB,
         "/distca.v1.Jobs/GetStep": _READ_JOB,
-        "/distca.v1.Jobs/LocateRanks": _of_trainers(),
         "/distca.v1.Cluster/DescribeCluster": MethodPolicy(roles=_WATCHERS | {Role.SERVER}),
         "/grpc.health.v1.Health/Check": _HEALTH,
         "/grpc.health.v1.Health/Watch": _HEALTH,

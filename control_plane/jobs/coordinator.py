@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from control_plane.access.job_keys import JobKeys
@@ -362,24 +362,6 @@ class Coordinator:
                 job.join_step(lease_id, hand_in)
             self._metrics.jobs.manifest_received(job)
         self._advance_soon(job)
-
-    def locate_ranks(self, job_id: str, lease_id: str, ranks: Iterable[int]) -> dict[int, Member]:
-        """The in-place servers of some of a job's ranks, for another rank of it; without ranks that
-        have not joined, or are away.
-        """
-        job = self._jobs.get(job_id)
-        job.leases.get(lease_id, now=self._clock())
-        wanted = frozenset(ranks)
-        if wanted and max(wanted) >= job.spec.n_ranks:
-            raise InvalidRequestError(
-                f"rank {max(wanted)} was asked for; job {job_id} has {job.spec.n_ranks} ranks, "
-                "numbered from 0"
-            )
-        return {
-            member.in_place.rank: member
-            for member in self._membership.in_place_of(job_id)
-            if member.in_place is not None and member.in_place.rank in wanted
-        }
 
     def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
         """The events of a job for a rank: the job, a recovery that waits for it, the unfinished

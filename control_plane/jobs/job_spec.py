@@ -52,6 +52,7 @@ class JobSpec:
         transport: what moves the rows, for example ``"ucxx"``; empty if the ranks do not say.
         pipelining: of ranks that form pipelines; None without.
         head_groups: ticks of one attention call.
+        windows: of each attention call, the keys that a query sees at most, 0 for all; or empty.
     """
 
     name: str
@@ -67,6 +68,7 @@ class JobSpec:
     transport: str = ""
     pipelining: Pipelining | None = None
     head_groups: int = 1
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         checked_id("name", self.name)
@@ -81,6 +83,12 @@ class JobSpec:
                 raise InvalidRequestError(
                     f"job {self.name}: {field_name} is {value}; valid are 1 to {highest}"
                 )
+        n_calls = self.n_layers // self.head_groups
+        if len(self.windows) not in (0, n_calls):
+            raise InvalidRequestError(
+                f"job {self.name}: windows has {len(self.windows)}; give one for each of {n_calls} "
+                "calls, or none"
+            )
         if self.transport:
             checked_id("transport", self.transport)
         if self.pipelining is not None:

@@ -115,6 +115,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         transport=message.transport,
         pipelining=pipelining,
         head_groups=message.head_groups or 1,
+        windows=tuple(message.windows),
     )
 
 
@@ -135,6 +136,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         min_backward_tokens=spec.options.min_backward_tokens,
         pipelining=pipelining_to_proto(spec.pipelining) if spec.pipelining else None,
         head_groups=spec.head_groups,
+        windows=spec.windows,
     )
     if spec.checksums is not None:
         message.checksums = spec.checksums

@@ -270,23 +270,6 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 server.ClearField("data_address")
         return step_to_proto(record, plan)
 
-    async def LocateRanks(
-        self, request: jobs_pb2.LocateRanksRequest, context: Context
-    ) -> jobs_pb2.LocateRanksResponse:
-        members = self._coordinator.locate_ranks(
-            request.job_id, request.rank_lease_id, request.ranks
-        )
-        return jobs_pb2.LocateRanksResponse(
-            ranks=[
-                jobs_pb2.LocatedRank(
-                    rank=rank,
-                    server_id=member.server_id,
-                    data_address=member.description.data_address,
-                )
-                for rank, member in members.items()
-            ]
-        )
-
     async def _stream(self, watched: tuple[RankKey | str, Subscription], context: Context) -> None:
         """Writes events until the subscription ends or the reader goes. A write waits while the
         reader takes nothing; meanwhile the subscription's queue fills up to its limit."""

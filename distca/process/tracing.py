@@ -38,7 +38,6 @@ TRACED_CALLS = (
     "ReportStep",
     "DescribeJob",
     "GetStep",
-    "LocateRanks",
 )
 """Unary calls that are traced. Leases are renewed all the time, and a stream's span would end with
 the process."""

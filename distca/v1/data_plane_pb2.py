@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64istca/v1/data_plane.proto\x12\tdistca.v1\"\x9c\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tserver_id\x18\x05 \x01(\t\x12\x12\n\nfirst_step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x11\n\tedge_keys\x18\x08 \x01(\x08\x12\x15\n\rreceived_tags\x18\t \x03(\x04J\x04\x08\x03\x10\x04\"S\n\x07Welcome\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0e\n\x06kernel\x18\x03 \x01(\t\x12\x15\n\rreceived_tags\x18\x04 \x03(\x04*\x85\x02\n\x0cHelloRefusal\x12\x1d\n\x19HELLO_REFUSAL_UNSPECIFIED\x10\x00\x12\x1b\n\x17HELLO_REFUSAL_MALFORMED\x10\x01\x12\x19\n\x15HELLO_REFUSAL_VERSION\x10\x02\x12\x18\n\x14HELLO_REFUSAL_SERVER\x10\x03\x12\x19\n\x15HELLO_REFUSAL_UNKNOWN\x10\x04\x12\x19\n\x15HELLO_REFUSAL_ADDRESS\x10\x05\x12\x16\n\x12HELLO_REFUSAL_RANK\x10\x06\x12\x1c\n\x18HELLO_REFUSAL_EPOCH_OVER\x10\x07\x12\x18\n\x14HELLO_REFUSAL_MEMORY\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64istca/v1/data_plane.proto\x12\tdistca.v1\"~\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tserver_id\x18\x05 \x01(\t\x12\x12\n\nfirst_step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04J\x04\x08\x03\x10\x04J\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"<\n\x07Welcome\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0e\n\x06kernel\x18\x03 \x01(\t*\x85\x02\n\x0cHelloRefusal\x12\x1d\n\x19HELLO_REFUSAL_UNSPECIFIED\x10\x00\x12\x1b\n\x17HELLO_REFUSAL_MALFORMED\x10\x01\x12\x19\n\x15HELLO_REFUSAL_VERSION\x10\x02\x12\x18\n\x14HELLO_REFUSAL_SERVER\x10\x03\x12\x19\n\x15HELLO_REFUSAL_UNKNOWN\x10\x04\x12\x19\n\x15HELLO_REFUSAL_ADDRESS\x10\x05\x12\x16\n\x12HELLO_REFUSAL_RANK\x10\x06\x12\x1c\n\x18HELLO_REFUSAL_EPOCH_OVER\x10\x07\x12\x18\n\x14HELLO_REFUSAL_MEMORY\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'distca.v1.data_plane_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLOREFUSAL']._serialized_start=286
-  _globals['_HELLOREFUSAL']._serialized_end=547
-  _globals['_HELLO']._serialized_start=42
-  _globals['_HELLO']._serialized_end=198
-  _globals['_WELCOME']._serialized_start=200
-  _globals['_WELCOME']._serialized_end=283
+  _globals['_HELLOREFUSAL']._serialized_start=232
+  _globals['_HELLOREFUSAL']._serialized_end=493
+  _globals['_HELLO']._serialized_start=41
+  _globals['_HELLO']._serialized_end=167
+  _globals['_WELCOME']._serialized_start=169
+  _globals['_WELCOME']._serialized_end=229
 # @@protoc_insertion_point(module_scope)

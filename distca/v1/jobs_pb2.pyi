@@ -37,7 +37,7 @@ LOSS_CAUSE_CORRUPT_RESULT: LossCause
 LOSS_CAUSE_OWN_SERVER: LossCause
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport", "pipelining", "head_groups")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport", "pipelining", "head_groups", "windows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class JobSpec(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PIPELINING_FIELD_NUMBER: _ClassVar[int]
     HEAD_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -68,7 +69,8 @@ class JobSpec(_message.Message):
     transport: str
     pipelining: Pipelining
     head_groups: int
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ..., pipelining: _Optional[_Union[Pipelining, _Mapping]] = ..., head_groups: _Optional[int] = ...) -> None: ...
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ..., pipelining: _Optional[_Union[Pipelining, _Mapping]] = ..., head_groups: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pipelining(_message.Message):
     __slots__ = ("schedule_name", "schedule_csv", "pipeline_ranks", "layers", "forward_seconds", "backward_seconds")
@@ -495,29 +497,3 @@ class RankMeasurement(_message.Message):
     wait_seconds: float
     tokens: int
     def __init__(self, rank: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
-
-class LocateRanksRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "ranks")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    rank_lease_id: str
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class LocateRanksResponse(_message.Message):
-    __slots__ = ("ranks",)
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    ranks: _containers.RepeatedCompositeFieldContainer[LocatedRank]
-    def __init__(self, ranks: _Optional[_Iterable[_Union[LocatedRank, _Mapping]]] = ...) -> None: ...
-
-class LocatedRank(_message.Message):
-    __slots__ = ("rank", "server_id", "data_address")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
-    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    server_id: str
-    data_address: str
-    def __init__(self, rank: _Optional[int] = ..., server_id: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...

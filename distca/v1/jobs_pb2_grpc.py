@@ -83,11 +83,6 @@ class JobsStub(object):
                 request_serializer=distca_dot_v1_dot_jobs__pb2.GetStepRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_jobs__pb2.GetStepResponse.FromString,
                 _registered_method=True)
-        self.LocateRanks = channel.unary_unary(
-                '/distca.v1.Jobs/LocateRanks',
-                request_serializer=distca_dot_v1_dot_jobs__pb2.LocateRanksRequest.SerializeToString,
-                response_deserializer=distca_dot_v1_dot_jobs__pb2.LocateRanksResponse.FromString,
-                _registered_method=True)
 
 
 class JobsServicer(object):
@@ -189,15 +184,6 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LocateRanks(self, request, context):
-        """Where ranks of the caller's job listen, which exchange edge keys of layers at home with it.
-        Ranks that have not joined, or are away, are left out. NOT_FOUND: no such job or lease.
-        INVALID_ARGUMENT: the job has no such rank.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,11 +236,6 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.GetStep,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.GetStepRequest.FromString,
                     response_serializer=distca_dot_v1_dot_jobs__pb2.GetStepResponse.SerializeToString,
-            ),
-            'LocateRanks': grpc.unary_unary_rpc_method_handler(
-                    servicer.LocateRanks,
-                    request_deserializer=distca_dot_v1_dot_jobs__pb2.LocateRanksRequest.FromString,
-                    response_serializer=distca_dot_v1_dot_jobs__pb2.LocateRanksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

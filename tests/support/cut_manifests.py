@@ -15,6 +15,13 @@ def in_halves(n_ranks: int, *lengths: int) -> list[RankManifest]:
     return _manifests(places[:n_ranks], places[n_ranks:])
 
 
+def whole_on_ranks(n_ranks: int, *lengths: int) -> list[RankManifest]:
+    """Every rank has every so manieth document whole, over both of its nano-batches."""
+    documents = list(enumerate(lengths))
+    halves = [_spread(documents[rank::n_ranks], 2) for rank in range(n_ranks)]
+    return _manifests([first for first, _ in halves], [second for _, second in halves])
+
+
 def within_nano_batches(n_ranks: int, *lengths: int) -> list[RankManifest]:
     """Every second document over nano-batch 1 of all ranks, the others over nano-batch 0."""
     documents = list(enumerate(lengths))

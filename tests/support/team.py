@@ -44,9 +44,8 @@ class Layer:
     sinks: bool = False
     softcap: float | None = None
 
-    @property
-    def is_served(self) -> bool:
-        return self.window is None and self.chunk is None
+    def is_served(self, serve_windows: bool) -> bool:
+        return self.chunk is None and (serve_windows or self.window is None)
 
 
 class Layers(nn.Module):
@@ -84,6 +83,7 @@ class Team:
         shape: of its core attention.
         n_layers: layers that are all served, where ``layers`` are not given.
         layers: what each layer is.
+        serve_windows: servers compute those with windows too.
         checkpointed: every layer is an activation checkpoint.
         options: further options of every session.
     """
@@ -96,6 +96,7 @@ class Team:
         *,
         n_layers: int = 1,
         layers: Sequence[Layer] = (),
+        serve_windows: bool = False,
         n_nano_batches: int = 2,
         interleave: bool = True,
         checkpointed: bool = False,
@@ -123,6 +124,9 @@ class Team:
             "probe_bytes": 0,
             **options,
         }
+        served = [kind for kind in self._layers if kind.is_served(serve_windows)]
+        if serve_windows:
+            settings.setdefault("windows", [kind.window or 0 for kind in served])
         opened = [
             thread.submit(
                 Session.open,
@@ -131,7 +135,7 @@ class Team:
                     job=job,
                     rank=rank,
                     n_ranks=n_ranks,
-                    n_layers=sum(layer.is_served for layer in self._layers),
+                    n_layers=len(served),
                     n_nano_batches=n_nano_batches,
                     shape=shape,
                     **settings,

@@ -44,6 +44,7 @@ def attach(
     placement: str | None = None,
     open_steps: int = OPEN_STEPS,
     turns: int = 1,
+    serve_windows: bool = False,
     **options: Any,
 ) -> Attached:
     """Serves the core attention of ``model`` from its next forward with gradients on. The ranks of
@@ -58,6 +59,8 @@ def attach(
         open_steps: forward passes that may wait for their backward passes at a time.
         turns: parts of a forward's rows that take turns inside a decoder of transformers, so that
             one computes while the rows of another travel: 2 for pools and slow links.
+        serve_windows: whether servers compute layers with windows as well, for documents that
+            ranks share; otherwise each rank computes them itself.
         options: of :class:`trainer_client.SessionOptions`. Those that are not given, and the
             above, are read from the environment: ``DISTCA_CONTROL_PLANE``, ``DISTCA_TLS_CA``, ...
 
@@ -67,6 +70,8 @@ def attach(
     """
     given = {"control_plane": control_plane, "job": job, "placement": placement, **options}
     known = {name: value for name, value in given.items() if value is not None}
+    if serve_windows:
+        known["serve_windows"] = True
     return Attached(model, open_steps, turns, {**_of_environment(), **known})
 
 
@@ -108,12 +113,12 @@ class Attached:
         self._asleep = self._closed = False
         if holds_transformers(model):
             ServedDecoder(model, self._open, turns)
-        elif turns == 1:
+        elif turns == 1 and "serve_windows" not in options:
             OwnForwards(model, self._open)
         else:
             raise SessionError(
-                f"{type(model).__name__} holds no model of transformers, whose rows can take "
-                "turns; leave turns out"
+                f"{type(model).__name__} holds no model of transformers; leave turns and "
+                "serve_windows out"
             )
         Attached._all.append(self)
         _Exit.watch()

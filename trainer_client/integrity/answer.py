@@ -12,6 +12,7 @@ from core_attention.arrays import Int64Array, runs_to_rows
 from core_attention.host_copies import on_device
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 
 Tensors = Mapping[str, torch.Tensor]
@@ -29,6 +30,7 @@ class Answer:
         inputs: q, k, v, and for backward also do, lse, delta, by packed row of this rank, with
             carried keys behind the others.
         results: o and lse, or dq, dk and dv, by row of the route.
+        rule: for the scores.
     """
 
     tick: Tick
@@ -37,6 +39,7 @@ class Answer:
     route: PairRoute
     inputs: Tensors
     results: Tensors
+    rule: ScoreRule = PLAIN
 
     def inputs_of(self, document: int) -> dict[str, torch.Tensor]:
         """The inputs of ``document`` (an index of the plan's manifest) alone."""

@@ -28,7 +28,6 @@ import torch
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.host_copies import on_device, on_host
-from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from distca.contract.timeouts import default_seconds
 from trainer_client.errors import ChangedInPlace
@@ -124,7 +123,6 @@ class Auditor:
     Args:
         rate: share of the tasks to audit, 0 to 1.
         scale: multiplies q.k before softmax.
-        rule: mask and softcap.
         on_finding: called on the auditor's thread with the outcome of each audit.
         device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
             own, so that copies do not wait for the model's kernels.
@@ -135,13 +133,12 @@ class Auditor:
         rate: float,
         *,
         scale: float,
-        rule: ScoreRule = PLAIN,
         on_finding: Callable[[AuditFinding], None],
         device: torch.device,
     ) -> None:
         self._rate = rate
         self._random = np.random.default_rng(secrets.randbits(128))
-        self._scale, self._rule = scale, rule
+        self._scale = scale
         self._on_finding = on_finding
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: queue.Queue[Sample | None] = queue.Queue(WAITING)
@@ -255,9 +252,9 @@ class Auditor:
         k, v = (_rows(answer.inputs[name], sample.key_rows) for name in ("k", "v"))
         if answer.tick.phase is Phase.FORWARD:
             q = _rows(answer.inputs["q"], sample.query_rows)
-            return forward_rows(q, k, v, positions, self._scale, self._rule)
+            return forward_rows(q, k, v, positions, self._scale, answer.rule)
         expected = query_gradient_rows(
-            _queries(answer, sample.query_rows), k, v, positions, self._scale, self._rule
+            _queries(answer, sample.query_rows), k, v, positions, self._scale, answer.rule
         )
         if len(sample.keys):
             expected |= self._key_gradients(sample, k, v)
@@ -281,7 +278,7 @@ class Auditor:
                 torch.from_numpy(positions),
                 at,
                 self._scale,
-                self._rule,
+                sample.answer.rule,
             )
             for name, expected in found.items():
                 sums[name].value[: len(at)] += expected.value

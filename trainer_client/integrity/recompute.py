@@ -155,7 +155,9 @@ def _scores(
     if rule.mask is MaskKind.CAUSAL:
         if key_positions is None:
             key_positions = torch.arange(len(k))
-        scores = scores.masked_fill(key_positions[None, :] > positions[:, None], float("-inf"))
+        ahead = key_positions[None, :] - positions[:, None]
+        hidden = ahead > 0 if rule.window is None else (ahead > 0) | (ahead <= -rule.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
     return scores, slope
 
 

@@ -24,7 +24,6 @@ from core_attention.host_copies import on_device
 from core_attention.kernels.launcher import LauncherError
 from core_attention.kernels.own import own_kernel, shape_of
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
-from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from trainer_client.integrity.answer import Answer, Tensors
 
@@ -55,11 +54,10 @@ class ResultChecker:
         device: of the model's tensors; on a GPU the check runs on a stream of its own, so that it
             does not wait for the model's kernels.
         scale: multiplies q.k before the softmax.
-        rule: mask and softcap.
     """
 
-    def __init__(self, device: torch.device, *, scale: float, rule: ScoreRule = PLAIN) -> None:
-        self._scale, self._rule = scale, rule
+    def __init__(self, device: torch.device, *, scale: float) -> None:
+        self._scale = scale
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blamed: set[tuple[Tick, int]] = set()
         self._warned_step = -1
@@ -97,7 +95,7 @@ class ResultChecker:
         if answer.spans_ranks(document):
             return None
         try:
-            return _compute(answer, document, self._scale, self._rule)
+            return _compute(answer, document, self._scale)
         except (ValueError, LauncherError, torch.OutOfMemoryError) as error:
             logger.debug("%s: it cannot be computed here: %s", answer.tick, error)
             return None
@@ -154,7 +152,7 @@ def _all_finite(tensors: Tensors) -> bool:
     return bool(torch.isfinite(torch.stack(sums)).all())
 
 
-def _compute(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Tensors:
+def _compute(answer: Answer, document: int, scale: float) -> Tensors:
     """The results that the server was to compute of a document that lies on this rank alone, by the
     process's own kernel. Gradients may overflow although all that they are made of is finite; the
     tasks are the server's, as another sum of parts may overflow elsewhere.
@@ -179,19 +177,19 @@ def _compute(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Te
         frozen(begin), frozen(begin + length), frozen(zeros), frozen(k_end), frozen(zeros)
     )
     kernel, lock = own_kernel(device)
-    kernel.check(shape_of(rows["q"], rows["k"], rows["v"]), rule)
+    kernel.check(shape_of(rows["q"], rows["k"], rows["v"]), answer.rule)
     of_rows = (rows["q"], rows["k"], rows["v"])
     with lock:
         if answer.tick.phase is Phase.FORWARD:
             o = rows["v"].new_empty((len(queries), rows["q"].shape[1], rows["v"].shape[2]))
             lse = o.new_empty(o.shape[:2], dtype=torch.float32)
-            kernel.forward([ForwardPart(*of_rows, o, lse, batch)], scale, rule)
+            kernel.forward([ForwardPart(*of_rows, o, lse, batch)], scale, answer.rule)
             found = {"o": o, "lse": lse}
         else:
             dq = torch.empty_like(rows["q"])
             dk, dv = (torch.zeros_like(rows[name], dtype=torch.float32) for name in ("k", "v"))
             of_outputs = (rows["do"], rows["lse"], rows["delta"])
             part = BackwardPart(*of_rows, *of_outputs, dq, dk, dv, batch)
-            kernel.backward([part], scale, rule)
+            kernel.backward([part], scale, answer.rule)
             found = {"dq": dq, "dk": dk, "dv": dv}
     return {name: tensor.to(answer.results[name].dtype) for name, tensor in found.items()}

@@ -121,13 +121,6 @@ class RankContact(Contact):
         )
         return response
 
-    def locate(self, rank: int) -> jobs_pb2.LocatedRank | None:
-        """The place where another rank of the job listens; None while it has not joined, or is
-        away."""
-        request = self._own(jobs_pb2.LocateRanksRequest(ranks=[rank]))
-        response: jobs_pb2.LocateRanksResponse = self.call(self._jobs.LocateRanks, request)
-        return response.ranks[0] if response.ranks else None
-
     def describe_job(self) -> jobs_pb2.DescribeJobResponse:
         """The job's state."""
         request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)

@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from data_plane.transport import Address
 from distca.contract import rpc
-from distca.contract.addresses import split_address
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto
 from distca.contract.lifeline import Lifeline
 from distca.contract.outbox import Outbox
@@ -236,19 +234,6 @@ class ControlLink:
             distca.contract.rpc.RpcError: the control plane is away, or fails.
         """
         return self._lifeline.present().describe_job()
-
-    def locate(self, rank: int) -> tuple[str, Address] | None:
-        """The in-place server of another rank of the job, and where it listens; None while the rank
-        has not joined, or is away.
-
-        Raises:
-            distca.contract.rpc.RpcError: the control plane is away, or fails.
-        """
-        located = self._lifeline.present().locate(rank)
-        if located is None:
-            return None
-        address = Address(*split_address("data_address", located.data_address))
-        return located.server_id, address
 
     def who_is_late(self, step: int | None) -> str:
         """The reason why a step has no plan yet, in words; None: the one that is open."""

@@ -26,7 +26,12 @@ class ServedCall(NamedTuple):
 
 def options_of_model(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options`` with those that follow from the model of transformers in ``model``. The check of
-    documents has found them; where weights are sharded, all ranks come together in it."""
+    documents has found them; where weights are sharded, all ranks come together in it.
+
+    With ``serve_windows`` among the options, layers with windows are served, beside full ones.
+    """
+    given = dict(options)
+    serves_windows = given.pop("serve_windows", False)
     refuse_prompts(model)
     check_heads(model)
     checks = {id(c): c for c in map(check_of, attention_modules(model)) if c is not None}
@@ -36,12 +41,16 @@ def options_of_model(model: nn.Module, options: Mapping[str, Any]) -> dict[str, 
             "'distca'; load it with that, or give n_layers, shape and softmax_scale"
         )
     device = next(model.parameters()).device
-    calls = [
-        ServedCall(call.shape, call.scale, device)
+    served = [
+        call
         for check in checks.values()
-        for call in check.served_calls
+        for call in (check.calls if serves_windows else check.served_calls)
+        if not (serves_windows and call.kind.chunk)
     ]
-    return with_group(model, options_of_calls(calls, options))
+    if serves_windows:
+        given["windows"] = [call.kind.window or 0 for call in served]
+    calls = [ServedCall(call.shape, call.scale, device) for call in served]
+    return with_group(model, options_of_calls(calls, given))
 
 
 def refuse_prompts(model: nn.Module) -> None:

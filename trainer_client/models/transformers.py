@@ -242,8 +242,10 @@ def _attend(
     if (check := current_check.get()) is not None:
         return check.attend(module, query, key, value, layer)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    kind = FULL if serves_windows(module) else layer.kind
     lane = require_lane()
+    kind = layer.kind
+    if serves_windows(module) and not lane.running.job.windows:
+        kind = FULL
     _refuse_unproven(module, documents)
     _refuse_cached_keys(module, q, k)
     scale = layer.scaling

@@ -9,6 +9,7 @@ import torch
 
 from core_attention.checksum import ChecksumMismatch, verify
 from core_attention.message_views import message_views
+from core_attention.score_rule import ScoreRule
 from core_attention.tick import Tick
 from distca.contract.server_loss import LossCause, ServerLoss
 from trainer_client.integrity.answer import Answer, Tensors
@@ -41,15 +42,12 @@ class Examiner:
         self._metrics = metrics
         self._lost = lost
         self._checker = (
-            ResultChecker(device, scale=options.scale, rule=options.shape.rule)
-            if options.checks_results
-            else None
+            ResultChecker(device, scale=options.scale) if options.checks_results else None
         )
         self._auditor = (
             Auditor(
                 options.audit_rate,
                 scale=options.scale,
-                rule=options.shape.rule,
                 on_finding=self._audited,
                 device=device,
             )
@@ -58,13 +56,19 @@ class Examiner:
         )
 
     def fault(
-        self, exchange: ServerExchange, tick: Tick, inputs: Tensors, reply: torch.Tensor
+        self,
+        exchange: ServerExchange,
+        tick: Tick,
+        rule: ScoreRule,
+        inputs: Tensors,
+        reply: torch.Tensor,
     ) -> str | None:
         """The fault of a reply that has arrived, in words; None if nothing is.
 
         Args:
             exchange: with whom, and which rows.
             tick: which exchange.
+            rule: for its scores.
             inputs: what was sent, by packed row.
             reply: the message, 1-D uint8.
         """
@@ -84,6 +88,7 @@ class Examiner:
             route=exchange.route,
             inputs=inputs,
             results=message_views(reply, exchange.reply),
+            rule=rule,
         )
         fault = self._checker.fault(answer) if self._checker else None
         if fault is not None:

@@ -19,9 +19,8 @@ from core_attention.tensor_checks import check_qkv
 from core_attention.tick import Tick
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.differentiable_once import differentiable_once
-from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.home_tasks import HomeTasks, KeyRun
+from trainer_client.step.home_tasks import HomeTasks
 from trainer_client.step.replies import Tensors
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]
@@ -38,7 +37,6 @@ class HomeCall:
         scale: multiplies q.k before the softmax.
         taken_over: the keys that are taken over from the nano-batch before, if any are.
         handed_over: the keys that the next nano-batch takes over from this one, if it does.
-        edges: exchanges keys with other ranks, if the nano-batch does.
     """
 
     tasks: HomeTasks
@@ -46,7 +44,6 @@ class HomeCall:
     scale: float
     taken_over: HandedOver | None = None
     handed_over: HandedOver | None = None
-    edges: EdgeCall | None = None
 
 
 def attend_at_home(
@@ -91,8 +88,6 @@ class _AtHome(torch.autograd.Function):
         o = v.new_empty((len(q), q.shape[1], v.shape[2]))
         lse = q.new_empty((len(q), q.shape[1]), dtype=torch.float32)
         kernel, lock = own_kernel(q.device)
-        if call.edges is not None:
-            call.edges.give(k, v)
         for keys, tasks in _by_keys(call, k, v):
             with lock:
                 part = ForwardPart(q, keys["k"], keys["v"], o, lse, tasks)
@@ -115,8 +110,6 @@ class _AtHome(torch.autograd.Function):
         dq = torch.empty_like(q)
         gradients = _zero_gradients(k, v)
         kernel, lock = own_kernel(q.device)
-        if call.edges is not None:
-            call.edges.begin_backward()
         for keys, tasks in _by_keys(call, k, v):
             of_keys = gradients if keys["k"] is k else _zero_gradients(keys["k"], keys["v"])
             with lock:
@@ -135,8 +128,6 @@ class _AtHome(torch.autograd.Function):
                 kernel.backward([part], call.scale, call.rule)
             if of_keys is not gradients:
                 _take_in(call, of_keys, gradients)
-        if call.edges is not None:
-            call.edges.add_answers(gradients)
         if call.handed_over is not None:
             call.handed_over.add_to(gradients)
         # The operation that has given the link, of the nano-batch before, runs after this one.
@@ -148,13 +139,10 @@ class _AtHome(torch.autograd.Function):
 def _by_keys(
     call: HomeCall, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[Tensors, TaskBatch]]:
-    """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys,
-    which may have to be waited for."""
+    """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys."""
     if len(call.tasks.tasks):
         yield {"k": k, "v": v}, call.tasks.tasks
     if len(call.tasks.edge_tasks):
-        if call.edges is not None and not call.edges.rows:
-            call.edges.take()
         edge = {name: _edge_rows(call, name, rows) for name, rows in (("k", k), ("v", v))}
         yield edge, call.tasks.edge_tasks
 
@@ -162,51 +150,31 @@ def _by_keys(
 def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
     """A copy of the edge keys (``name`` is k), or of their values (v)."""
     runs = call.tasks.edge_keys
-    sources = dict(enumerate(rows[name] for rows in call.edges.rows)) if call.edges else {}
-    if call.taken_over is not None:
-        sources[-1] = call.taken_over.rows[name]
-    pieces = {
-        source: iter(rows.split([run.length for run in runs if _source(run) == source]))
-        for source, rows in sources.items()
-    }
+    over = iter(
+        ()
+        if call.taken_over is None
+        else call.taken_over.rows[name].split([run.length for run in runs if run.is_handed_over])
+    )
     return torch.cat(
-        [
-            own[run.row : run.row + run.length]
-            if (source := _source(run)) is None
-            else next(pieces[source])
-            for run in runs
-        ]
+        [next(over) if run.is_handed_over else own[run.row : run.row + run.length] for run in runs]
     )
 
 
 def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
     """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers the
-    nano-batch before and other ranks with the rest."""
-    n_taken = len(call.tasks.taken)
-    answers: list[dict[str, list[torch.Tensor]]] = [
-        {name: [] for name in of_edge} for _ in range(n_taken + 1)
-    ]
+    nano-batch before with the rest."""
+    answer: dict[str, list[torch.Tensor]] = {name: [] for name in of_edge}
     at = 0
     for run in call.tasks.edge_keys:
-        source = _source(run)
         for name, rows in of_edge.items():
             found = rows[at : at + run.length]
-            if source is None:
-                gradients[name][run.row : run.row + run.length] += found
+            if run.is_handed_over:
+                answer[name].append(found)
             else:
-                answers[source][name].append(found)
+                gradients[name][run.row : run.row + run.length] += found
         at += run.length
-    joined = [{name: torch.cat(rows) for name, rows in each.items() if rows} for each in answers]
-    if call.edges is not None:
-        call.edges.answer(joined[:n_taken])
     if call.taken_over is not None:
-        call.taken_over.answer(joined[-1])
-
-
-def _source(run: KeyRun) -> int | None:
-    """None for the nano-batch's own keys, else in which message, or -1 for those that the
-    nano-batch before hands over."""
-    return run.taken if run.taken >= 0 or run.is_handed_over else None
+        call.taken_over.answer({name: torch.cat(rows) for name, rows in answer.items()})
 
 
 def _zero_gradients(k: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -232,10 +200,10 @@ def compute_documents(
     with lock:
         if tick.phase is Phase.FORWARD:
             part = ForwardPart(**inputs, **outputs, tasks=tasks)
-            kernel.forward([part], job.scale, job.shape.rule)
+            kernel.forward([part], job.scale, job.rule(tick))
         else:
             backward = BackwardPart(**inputs, **outputs, tasks=tasks)
-            kernel.backward([backward], job.scale, job.shape.rule)
+            kernel.backward([backward], job.scale, job.rule(tick))
 
 
 def output_gradients(

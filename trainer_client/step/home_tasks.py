@@ -2,9 +2,9 @@
 
 Such layers are not worth serving, since their work grows with the tokens alone. Where a document
 is cut inside a window or a chunk, the first queries behind the cut have *edge keys*: a copy of the
-keys before it that they see, followed by a copy of those beside them. The keys before it may be the
-rank's own, elsewhere in the nano-batch or in the one before, or another rank's, which gives them:
-see :mod:`trainer_client.step.edge_keys`.
+keys before it that they see, elsewhere in the nano-batch or in the one before, followed by a copy
+of those beside them. Of a document that is cut there between ranks, servers compute such layers, as
+they do full ones: ``SessionOptions.windows``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from core_attention.arrays import BoolArray, Int64Array
+from core_attention.errors import ManifestError
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.manifest import OWN_ROWS
-from trainer_client.step.edge_keys import GivenKeys, TakenKeys
 from trainer_client.step.running_step import RunningStep
 
 
@@ -87,17 +87,14 @@ class KeyRun(NamedTuple):
     """Neighbouring rows of keys.
 
     Attributes:
-        row: the first one's packed row; of another rank's, -1.
+        row: the first one's packed row.
         length: rows.
-        is_handed_over: whether they are this rank's rows of the nano-batch before.
-        taken: in which of the messages from other ranks they are, one run after another; -1 in
-            none.
+        is_handed_over: whether they are rows of the nano-batch before.
     """
 
     row: int
     length: int
     is_handed_over: bool
-    taken: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,19 +107,12 @@ class HomeTasks:
         edge_keys: what the edge keys are copies of, in order.
         handed_over: (first packed row, rows) in the first nano-batch of a pair of what it hands
             over to the second, in the order of the edge keys there; the same in both.
-        given: what other ranks need of the nano-batch's keys.
-        taken: what it needs of theirs.
-        given_before: what queries of other ranks in the nano-batch need of the keys of the one
-            before.
     """
 
     tasks: TaskBatch
     edge_tasks: TaskBatch
     edge_keys: tuple[KeyRun, ...]
     handed_over: tuple[tuple[int, int], ...]
-    given: tuple[GivenKeys, ...] = ()
-    taken: tuple[TakenKeys, ...] = ()
-    given_before: tuple[GivenKeys, ...] = ()
 
 
 def home_tasks(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks:
@@ -159,86 +149,32 @@ _of_steps: WeakKeyDictionary[RunningStep, dict[tuple[int, LayerKind], HomeTasks]
 def _derive(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks:
     tasks: list[_Task] = []
     edge_tasks: list[_Task] = []
-    edges = _Edges(nano_batch)
+    edge_keys: list[KeyRun] = []
+    n_keys = 0
     for document in _documents(running, nano_batch):
         for piece in document.pieces:
-            n_edge = 0
-            first = kind.first_key(piece.offset)
-            if first < piece.offset:
-                n_edge = min(kind.first_beyond(piece.offset) - piece.offset, piece.length)
-                before = document.keys(first, piece.offset)
-                if piece.rank == running.rank:
-                    begin = edges.n_keys
-                    edges.need(running.rank, before, KeyRun(piece.row, n_edge, False))
-                    edge_tasks.append(_Task(piece.row, piece.row + n_edge, begin, edges.n_keys))
-                else:
-                    edges.give(running.rank, before, piece.rank)
-            if piece.rank == running.rank:
-                tasks += _tasks(piece, n_edge, kind)
-    handed_over = tuple((run.row, run.length) for run in edges.keys if run.is_handed_over)
-    given, given_before = edges.given(is_carried=False), edges.given(is_carried=True)
-    if running.carried(nano_batch + 1):
-        later = home_tasks(running, nano_batch + 1, kind)
-        handed_over = later.handed_over
-        given += later.given_before
-    return HomeTasks(
-        _batch(tasks),
-        _batch(edge_tasks),
-        tuple(edges.keys),
-        handed_over,
-        given,
-        edges.taken,
-        given_before,
-    )
-
-
-class _Edges:
-    """The edge keys of a nano-batch, and the messages that they are in. Two ranks put runs into a
-    message in one order: by document, then by the place of the queries and of the keys in it."""
-
-    def __init__(self, nano_batch: int) -> None:
-        self._nano_batch = nano_batch
-        self.keys: list[KeyRun] = []
-        self.n_keys = 0
-        self._given: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        self._taken: dict[tuple[int, bool], int] = {}
-
-    def need(self, rank: int, before: Sequence[_RowPiece], beside: KeyRun) -> None:
-        """Queries of ``rank``, this one, need the keys ``before`` and ``beside`` them."""
-        for piece in before:
-            if piece.rank == rank:
-                self._add(KeyRun(piece.row, piece.length, piece.is_carried))
+            before = document.keys(kind.first_key(piece.offset), piece.offset)
+            ranks = {each.rank for each in (piece, *before)}
+            if running.rank not in ranks:
                 continue
-            sender = piece.rank, piece.is_carried
-            self._taken[sender] = self._taken.get(sender, 0) + piece.length
-            self._add(KeyRun(-1, piece.length, False, list(self._taken).index(sender)))
-        self._add(beside)
-
-    def give(self, rank: int, before: Sequence[_RowPiece], to: int) -> None:
-        """Queries of the rank ``to`` need those of the keys ``before`` them that ``rank`` has."""
-        for piece in before:
-            if piece.rank == rank:
-                self._given.setdefault((to, piece.is_carried), []).append((piece.row, piece.length))
-
-    def given(self, *, is_carried: bool) -> tuple[GivenKeys, ...]:
-        """The keys that others need of this rank."""
-        return tuple(
-            GivenKeys(rank, self._nano_batch, carried, tuple(runs))
-            for (rank, carried), runs in self._given.items()
-            if carried is is_carried
-        )
-
-    @property
-    def taken(self) -> tuple[TakenKeys, ...]:
-        """The keys that this rank needs of others."""
-        return tuple(
-            TakenKeys(rank, self._nano_batch, carried, n_rows)
-            for (rank, carried), n_rows in self._taken.items()
-        )
-
-    def _add(self, run: KeyRun) -> None:
-        self.keys.append(run)
-        self.n_keys += run.length
+            if len(ranks) > 1:
+                raise ManifestError(
+                    f"document {document.document_id} is cut between ranks at {piece.offset}, "
+                    f"inside {kind}; attach with serve_windows=True, or cut it elsewhere"
+                )
+            n_edge = 0
+            if before:
+                n_edge = min(kind.first_beyond(piece.offset) - piece.offset, piece.length)
+                begin = n_keys
+                edge_keys += [KeyRun(each.row, each.length, each.is_carried) for each in before]
+                edge_keys.append(KeyRun(piece.row, n_edge, False))
+                n_keys += sum(each.length for each in before) + n_edge
+                edge_tasks.append(_Task(piece.row, piece.row + n_edge, begin, n_keys))
+            tasks += _tasks(piece, n_edge, kind)
+    handed_over = tuple((run.row, run.length) for run in edge_keys if run.is_handed_over)
+    if running.carried(nano_batch + 1):
+        handed_over = home_tasks(running, nano_batch + 1, kind).handed_over
+    return HomeTasks(_batch(tasks), _batch(edge_tasks), tuple(edge_keys), handed_over)
 
 
 class _Task(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ class InPlaceServer:
         server_id: its name in plans.
         rank: the rank whose process it shares.
         shape: of the job's core attention.
+        windows: that its layers have, beside none.
         device: of the trainer.
         pool: message buffers.
         host: the process, as its server calls it.
@@ -51,6 +53,7 @@ class InPlaceServer:
         server_id: str,
         rank: int,
         shape: AttentionShape,
+        windows: Collection[int],
         device: torch.device,
         pool: BufferPool,
         host: Host,
@@ -66,7 +69,8 @@ class InPlaceServer:
         kernel.check(shape, shape.rule)
         self.profile: CostProfile | None = None
         if not standby:
-            kernel.warm_up(shape, shape.rule)
+            for window in {0, *windows}:
+                kernel.warm_up(shape, replace(shape.rule, window=window or None))
             rehearse(kernel, shape, device)
             with using("profile_dir", profile_dir):
                 self.profile = load_or_measure(profile_dir, kernel, shape, device)

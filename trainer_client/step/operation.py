@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from core_attention.kernels.own import shape_of
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
@@ -28,7 +27,6 @@ from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_r
 from trainer_client.hooks.tensor_parallel import check_local
 from trainer_client.hooks.thread_state import saved_tensor_hooks
 from trainer_client.step.attention_call import AttentionCall
-from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_tasks import LayerKind, home_tasks
@@ -58,7 +56,8 @@ def core_attention(
 
     Which keys a query sees says the job's mask, ``AttentionShape.mask``. A layer with a window or
     with chunks is computed here, not by servers, and is none of the job's ``n_layers``; its heads
-    and head dims may differ from the job's.
+    and head dims may differ from the job's. With ``SessionOptions.windows`` servers compute those
+    with windows too.
 
     Args:
         q: ``[rows, num_heads, head_dim]``, the job's dtype, contiguous.
@@ -78,8 +77,7 @@ def core_attention(
         o ``[rows, num_heads, head_dim_v]``. Differentiable once, in the same step.
 
     Raises:
-        CoreAttentionFailed: a server failed, or a deadline passed; in a layer with a window or
-            chunks, of keys that another rank has.
+        CoreAttentionFailed: a server failed, or a deadline passed.
     """
     o, lse = core_attention_and_lse(
         q, k, v, window=window, chunk=chunk, softcap=softcap, scale=scale
@@ -110,8 +108,8 @@ def core_attention_and_lse(
     recomputed = checkpoints.recomputed
     if recomputed or is_shape_inference(recomputed):
         return of_the_right_shape(q, k, v, checkpoints)
-    if window is None and chunk is None:
-        return _served(q, k, v, softcap, scale, checkpoints)
+    if chunk is None and (window is None or require_own_lane().running.job.windows):
+        return _served(q, k, v, window, softcap, scale, checkpoints)
     return _at_home(q, k, v, LayerKind(window, chunk), softcap, scale, checkpoints)
 
 
@@ -119,6 +117,7 @@ def _served(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    window: int | None,
     softcap: float | None,
     scale: float | None,
     checkpoints: Checkpoints,
@@ -132,6 +131,10 @@ def _served(
     _check_served("scale", scale, job.scale)
     needs_backward = _needs_backward(q, k, v)
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
+    if job.windows and job.windows[layer] != (window or 0):
+        raise SessionError(
+            f"call {layer} has window {window}, and windows of SessionOptions {job.windows[layer]}"
+        )
     taken, link = None, None
     name = f"layer {layer}"
     if running.carried(nano_batch):
@@ -189,16 +192,6 @@ def _at_home(
     )
     number, link = running.home_call(nano_batch), None
     name = f"layer {number} of those at home"
-    if tasks.given or tasks.taken:
-        call.edges = EdgeCall(
-            exchange=running.neighbours,
-            step=running.step,
-            call=number,
-            given=tasks.given,
-            taken=tasks.taken,
-            shape=shape_of(q, k, v),
-            waited=running.edge_waited,
-        )
     if running.carried(nano_batch) and tasks.handed_over:
         needs_backward = _needs_backward(q, k, v)
         call.taken_over, link = running.take_over(nano_batch, name, needs_backward=needs_backward)

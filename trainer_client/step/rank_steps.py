@@ -67,7 +67,6 @@ from trainer_client.step.examiner import Examiner
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.home import compute_documents
 from trainer_client.step.home_tasks import whole_documents
-from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger, Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
@@ -108,7 +107,6 @@ class RankSteps:
         examiner: looks at other processes' replies.
         liveness: finds servers that are stopped or cut off while they owe something.
         metrics: receives what happens.
-        neighbours: the ranks that edge keys are exchanged with.
 
     Attributes:
         lock: guards the machine, and the lanes of running steps.
@@ -124,7 +122,6 @@ class RankSteps:
         examiner: Examiner,
         liveness: LivenessMonitor,
         metrics: TrainerMetrics,
-        neighbours: Neighbours,
     ) -> None:
         self._options = options
         self._link = link
@@ -134,7 +131,6 @@ class RankSteps:
         self._examiner = examiner
         self._liveness = liveness
         self._metrics = metrics
-        self._neighbours = neighbours
         self._device = torch.device(options.device)
         self._machine: RankMachine[HandedInStep, PlannedStep, LossCause] = RankMachine(
             options.n_layers,
@@ -307,7 +303,6 @@ class RankSteps:
             device=self._device,
             forward_only=planned.forward_only,
             ticks=self,
-            neighbours=self._neighbours,
         )
         with self.lock:
             self._running[step] = running

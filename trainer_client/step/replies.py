@@ -265,8 +265,8 @@ class _RemoteAwaited:
         if not self.exchange.reply.nbytes:
             return
         assert self._buffer is not None
-        examiner = self._exchanger.examiner
-        fault = examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
+        examiner, rule = self._exchanger.examiner, self._exchanger.job.rule(self._tick)
+        fault = examiner.fault(self.exchange, self._tick, rule, self._inputs, self._buffer.tensor)
         if fault is not None:
             raise ExchangeFailed(self.exchange.server_id, LossCause.CORRUPT_RESULT, fault)
 

@@ -26,7 +26,6 @@ from trainer_client.machine.step import StepMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TickWait
 from trainer_client.step.exchanges import Routes
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.neighbours import EdgeMessage, Neighbours
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import DeviceWait, StepReport, TraceEvent
@@ -77,7 +76,6 @@ class RunningStep:
         device: of the model's tensors.
         forward_only: whether there is no backward pass.
         ticks: sends ticks and waits for them.
-        neighbours: exchanges edge keys with other ranks.
 
     Attributes:
         machine: what becomes of its ticks, once it has begun.
@@ -102,7 +100,6 @@ class RunningStep:
         device: torch.device,
         forward_only: bool,
         ticks: Ticks,
-        neighbours: Neighbours,
     ) -> None:
         self.plan = plan
         self.step = plan.step
@@ -121,7 +118,6 @@ class RunningStep:
         self.waits: list[TickWait] = []
         self.device_waits: list[DeviceWait] = []
         self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
-        self.edge_wait_seconds = 0.0
         self.sent_bytes = self.received_bytes = 0
         self.recoveries = self.replayed_ticks = 0
         self.began_seconds = time.perf_counter()
@@ -131,7 +127,6 @@ class RunningStep:
         self.calls: WeakSet[object] = WeakSet()
         self.on_complete: Callable[[], None] | None = None
         self.ticks = ticks
-        self.neighbours = neighbours
         manifest = plan.manifest
         self._n_rows = tuple(
             int(manifest.tokens_per_rank(nano_batch)[rank])
@@ -187,12 +182,6 @@ class RunningStep:
         call = self._home_calls[nano_batch]
         self._home_calls[nano_batch] += 1
         return call
-
-    def edge_waited(self, message: EdgeMessage, begin: float, end: float) -> None:
-        """The rank's thread was blocked on ``message`` from ``begin`` to ``end``, on
-        ``time.perf_counter``'s clock."""
-        self.edge_wait_seconds += end - begin
-        self.record(f"nano-batch {message.tick.nano_batch}", "edge keys", begin, end, str(message))
 
     def hand_over(
         self, nano_batch: int, call: str, handed: HandedOver, link: torch.Tensor

@@ -27,7 +27,7 @@ class TraceEvent:
 
     Attributes:
         lane: where: ``"nano-batch 0"``, ``"in-place server"``, ...
-        name: what: ``"compute"``, ``"wait"``, ``"send"``, ``"kernel"``, ``"edge keys"``.
+        name: what: ``"compute"``, ``"wait"``, ``"send"``, ``"kernel"``.
         begin_seconds, end_seconds: since the step began.
         detail: layer and phase, in words.
     """
@@ -58,8 +58,6 @@ class StepReport:
         recoveries: how often another plan was put in force in the middle of the step.
         replayed_ticks: sent again under another plan.
         recovery_seconds: wall seconds without a plan in force, all recoveries together.
-        edge_wait_seconds: of ``step_seconds``, in which the rank's thread was blocked on edge keys
-            of layers at home, or on their gradients, from other ranks.
         trace: what took time in it.
     """
 
@@ -75,7 +73,6 @@ class StepReport:
     recoveries: int = 0
     replayed_ticks: int = 0
     recovery_seconds: float = 0.0
-    edge_wait_seconds: float = 0.0
     trace: Sequence[TraceEvent] = ()
 
 

@@ -4,7 +4,7 @@ on GPUs, where ranks of one process would share the thread of autograd."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,12 @@ from core_attention.ca_task import MaskKind
 from core_attention.manifest import RankManifest, Segment
 from tests.cluster.trainer_client.model_sweep import make_model
 from tests.support.cluster import Cluster, keep_profile, on_this_host
-from tests.support.cut_manifests import in_halves, within_nano_batches
+from tests.support.cut_manifests import in_halves, whole_on_ranks, within_nano_batches
 from tests.support.loops import PingPong
 from tests.support.model_options import options_for
 from tests.support.tiny_models import VOCABULARY
 from trainer_client import Session, SessionOptions
+from trainer_client.models.transformers import check_documents
 
 Gradients = Mapping[str, np.ndarray]
 """float32, by the names of parameters; without those that got none."""
@@ -99,8 +100,12 @@ def train_rank(run: FamilyRun, rank: int) -> list[Gradients]:
     model.to(device, run.dtype)
     if run.checkpointed and model.supports_gradient_checkpointing:
         _checkpoint_layers(model)
+    calls = check_documents(model).calls
+    shares = len({(c.shape, c.scale, bool(c.kind.chunk)) for c in calls}) == 1
+    is_hybrid = len({c.kind.is_full for c in calls}) == 2
     options = options_for(
         model,
+        serve_windows=shares and is_hybrid,
         control_plane=run.control_plane,
         job=run.job,
         rank=rank,
@@ -110,13 +115,21 @@ def train_rank(run: FamilyRun, rank: int) -> list[Gradients]:
         tolerance=0.02,
     )
     keep_profile(run.profiles, options.shape, device)
-    return list(_steps(run, model, options))
+    # Layers at home need their documents whole.
+    lay = in_halves if shares else whole_on_ranks
+    if options.shape.mask is MaskKind.FULL:
+        # Queries need keys of later nano-batches.
+        lay = within_nano_batches
+    return list(_steps(run, model, options, lay))
 
 
-def _steps(run: FamilyRun, model: nn.Module, options: SessionOptions) -> Iterator[Gradients]:
+def _steps(
+    run: FamilyRun,
+    model: nn.Module,
+    options: SessionOptions,
+    lay: Callable[..., list[RankManifest]],
+) -> Iterator[Gradients]:
     ping_pong = PingPong(model, interleave=run.checkpointed)
-    # Queries of bidirectional documents need keys of later nano-batches.
-    lay = within_nano_batches if options.shape.mask is MaskKind.FULL else in_halves
     with Session.open(options) as session:
         for step, lengths in enumerate(run.steps):
             nano_batches = lay(N_RANKS, *lengths)[options.rank].nano_batches

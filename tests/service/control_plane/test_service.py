@@ -414,9 +414,6 @@ def test_unknown_lease_is_named_in_every_call(client: Client) -> None:
         lambda: client.submit(job_id, "no", rank_manifest(0, 0)),
         lambda: client.watch_rank(job_id, "no").next(),
         lambda: client.report_rank(job_id, "no", 0, 0),
-        lambda: client.jobs.LocateRanks(
-            jobs_pb2.LocateRanksRequest(job_id=job_id, rank_lease_id="no")
-        ),
         lambda: client.report_server(job_id, "no", 0, "s0"),
         lambda: client.heartbeat("no"),
         lambda: client.watch_server("no").next(),
@@ -491,21 +488,3 @@ def test_planning_servers_scale_the_nearest_profile_and_drain_in_place_ones() ->
     np.testing.assert_array_equal(
         server.profile.forward_seconds, description.profiles[0].forward_seconds
     )
-
-
-def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
-    spec = job_spec("located", placement=jobs_pb2.PLACEMENT_POOL)
-    job_id, lease = client.open(0, spec, stands_by=True)
-
-    def locate(*ranks: int) -> dict[int, tuple[str, str]]:
-        request = jobs_pb2.LocateRanksRequest(job_id=job_id, rank_lease_id=lease, ranks=ranks)
-        answer = client.jobs.LocateRanks(request)
-        return {each.rank: (each.server_id, each.data_address) for each in answer.ranks}
-
-    assert locate(1) == {}, "it has not joined"
-    client.open(1, spec, stands_by=True)
-    address = server_description("located.rank-1").data_address
-    assert locate(1) == {1: ("located.rank-1", address)}
-    assert locate() == {}
-    with fails(rpc.Reason.INVALID_REQUEST):
-        locate(2)

@@ -385,8 +385,6 @@ def template(method: str, served: Members, rng: random.Random) -> Any:
         case "ReportStep":
             request.rank.rank = rng.randrange(2)
             request.rank.step_seconds = 1.0
-        case "LocateRanks":
-            request.ranks.extend(rng.choice((0, 1, 7, 2**32 - 1)) for _ in range(rng.randrange(4)))
         case "Heartbeat":
             request.load.queued_tasks = 1
     return request

@@ -28,7 +28,6 @@ from trainer_client.link.planned_step import PlannedStep
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
 from trainer_client.step.examiner import Examiner
-from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.servers import ServerLinks
 
@@ -136,7 +135,6 @@ class _Steps(RankSteps):
             Mock(spec=Examiner),
             Mock(spec=LivenessMonitor),
             metrics,
-            Mock(spec=Neighbours),
         )
         self._received = rank.received
 

@@ -76,13 +76,14 @@ def in_pairs(*steps: list[RankManifest]) -> list[RankManifest]:
 def test_every_pair_of_nano_batches_matches_the_reference(
     pool_of_four: Cluster, placement: str, checkpointed: bool
 ) -> None:
-    """As steps of gradient accumulation have them; with layers at home that exchange edge keys."""
-    layers = [Layer(window=16, sinks=True), Layer(), Layer(chunk=16), Layer()]
+    """As steps of gradient accumulation have them."""
+    layers = [Layer(window=16, sinks=True), Layer(), Layer(window=5), Layer()]
     with Team(
         pool_of_four,
         2,
         make_shape(),
         layers=layers,
+        serve_windows=True,
         n_nano_batches=6,
         placement=placement,
         checkpointed=checkpointed,

@@ -198,9 +198,8 @@ def test_windows_over_ranks_survive_a_killed_server(
     manifests: list[RankManifest],
     phase: Phase,
 ) -> None:
-    """Ranks wait for each other's keys while some of them recover."""
-    layers = [Layer(window=40), Layer(), Layer(window=40), Layer(), Layer(chunk=50)]
-    with Team(servers, 3, NODE_SHAPE, layers=layers, placement="pool") as team:
+    layers = [Layer(window=40), Layer(), Layer(window=40), Layer()]
+    with Team(servers, 3, NODE_SHAPE, layers=layers, serve_windows=True, placement="pool") as team:
         team.check(manifests)
         kill_at(monkeypatch, nodes_of(servers)[:1], rank=1, layer=1, phase=phase, step=1)
         assert max(recoveries(team.check(manifests, seed=1))) >= 1

@@ -92,10 +92,16 @@ def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team
 def test_windows_and_checkpoints_match_separate_documents(
     pool_of_four: Cluster, placement: str
 ) -> None:
-    """Layers at home exchange edge keys across branch points."""
-    layers = [Layer(window=16, sinks=True), Layer(), Layer(chunk=16), Layer()]
+    """Windows reach across branch points."""
+    layers = [Layer(window=16, sinks=True), Layer(), Layer(window=3), Layer()]
     with Team(
-        pool_of_four, 2, make_shape(), layers=layers, placement=placement, checkpointed=True
+        pool_of_four,
+        2,
+        make_shape(),
+        layers=layers,
+        serve_windows=True,
+        placement=placement,
+        checkpointed=True,
     ) as team:
         for case in ("of an agent", "a chain five deep", "in the other nano-batch"):
             team.check(TWO_RANKS[case])

@@ -110,6 +110,7 @@ def open_tick(route: TickRoute, phase: Phase, closed: Callable[[OpenTick], None]
         ),
         route=route,
         shape=SHAPE,
+        rule=SHAPE.rule,
         scale=SCALE,
         device=torch.device("cpu"),
         on_closed=closed,

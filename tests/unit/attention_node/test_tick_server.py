@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from attention_node.executor import Executor
-from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
+from attention_node.hello import PROTOCOL_VERSION
 from attention_node.metrics import NodeMetrics
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import JobDescription, StepBusy
@@ -305,21 +305,6 @@ def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
         # A tick is over a moment after its last reply.
         eventually(lambda: harness.server.open_ticks == 0)
     assert harness.pool.stats().allocations == made
-
-
-def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
-    """They are exchanged between ranks, and the server is in the process of none."""
-    hello = data_plane_pb2.Hello(
-        version=PROTOCOL_VERSION,
-        job_id=JOB.job_id,
-        rank=1,
-        server_id="server-0",
-        edge_keys=True,
-    )
-    claim = LoopbackClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
-    with pytest.raises(HelloRefused) as refused:
-        harness.server.accept(claim, Line())
-    assert refused.value.reason is HelloRefusal.SERVER
 
 
 def test_a_rank_that_sends_a_tick_on_two_connections_counts_once(harness: Harness) -> None:

@@ -103,7 +103,6 @@ class LocalSession:
     def begin(self, step: int) -> RunningStep:
         manifest = Manifest.merge([self._manifests[step]], 1)
         plan: Any = SimpleNamespace(manifest=manifest, step=step)
-        neighbours: Any = None
         running = RunningStep(
             plan,
             job=self._job,
@@ -111,7 +110,6 @@ class LocalSession:
             device=torch.device("cpu"),
             forward_only=self._forward_only[step],
             ticks=self,
-            neighbours=neighbours,
         )
         outline = PlanOutline(step, 1, plan, (0,) * self.options.n_nano_batches)
         self._machine.plan_came(outline, 0.0)

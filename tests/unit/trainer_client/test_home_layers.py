@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core_attention.errors import ManifestError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from tests.support.cluster import NODE_SHAPE as SHAPE
 from tests.support.cut_manifests import in_halves, pieces
@@ -77,7 +78,9 @@ class Steps:
         self.rows: dict[tuple[int, int, int], Rows] = {}
         plan: Any = SimpleNamespace(step=0, manifest=Manifest.merge(manifests, len(manifests)))
         nobody: Any = SimpleNamespace()  # nothing is sent
-        job: Any = SimpleNamespace(shape=SHAPE, scale=SHAPE.default_softmax_scale, n_nano_batches=2)
+        job: Any = SimpleNamespace(
+            shape=SHAPE, scale=SHAPE.default_softmax_scale, n_nano_batches=2, windows=()
+        )
         self.running = [
             RunningStep(
                 plan,
@@ -86,7 +89,6 @@ class Steps:
                 device=torch.device("cpu"),
                 forward_only=False,
                 ticks=nobody,
-                neighbours=nobody,
             )
             for rank in range(len(manifests))
         ]
@@ -162,6 +164,18 @@ def test_random_pieces_and_kinds_match_the_reference(
     manifests: list[RankManifest], layer: Layer
 ) -> None:
     Steps(manifests, [layer]).check()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layer", [Layer(window=8), Layer(chunk=30)])
+def test_documents_that_are_cut_between_ranks_inside_a_window_are_refused(
+    layer: Layer, rank: int
+) -> None:
+    """On both ranks, so that none waits for the other."""
+    steps = Steps(pieces("1:0-20/40 |", "1:20-40/40 |"), [layer])
+    rows = random_rows(SHAPE, 20, torch.Generator(), Layer(), torch.device("cpu"))
+    with pytest.raises(ManifestError):
+        steps.forward(rank, 0, [rows])
 
 
 def test_nano_batches_in_the_wrong_order_are_refused() -> None:
