@@ -59,7 +59,7 @@ class PingPong(nn.Module):
             require_prepared(self.module)
             first, last = held[0], held[-1]
             calls: list[Call] = [((), batch) for batch in nano_batches[first : last + 1]]
-            return run_in_turns(self.module, calls, first, model=self.module)
+            return run_in_turns(self.module, calls, first)
         outputs = []
         for index in held:
             with in_nano_batch(index):

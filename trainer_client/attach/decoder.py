@@ -122,7 +122,7 @@ class DecoderInTurns:
                 for name, value in named.items()
             }
             calls.append(((), cut))
-        turns = TakenTurns(self._run_part, running, calls, first=first, model=self._decoder)
+        turns = TakenTurns(self._run_part, running, calls, first=first)
         return joined(turns.run(), functools.partial(self._join, parts=parts))
 
     def _run_part(self, **named: Any) -> Any:

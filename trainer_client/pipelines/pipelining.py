@@ -344,7 +344,7 @@ def run_rows_in_turns(
             cut = cut_by(module, microbatch)
         first = microbatch * n_nano_batches + cut.first
         calls = cut.calls(args, kwargs)
-        return cut.joined(run_in_turns(forward, calls, first, model=module))
+        return cut.joined(run_in_turns(forward, calls, first))
 
     untyped: Any = in_turns
     untyped.of_whole_rows = forward

@@ -14,27 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import greenlet
-from torch import nn
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.checkpointing import end_checkpoints, in_checkpoint
 from trainer_client.hooks.lane_random import LaneRandom
 from trainer_client.hooks.thread_state import ThreadState
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
-from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments, and those with names."""
 
 
-def run_in_turns(
-    forward: Callable[..., Any],
-    calls: Sequence[Call],
-    first: int,
-    *,
-    model: nn.Module | None = None,
-) -> list[Any]:
+def run_in_turns(forward: Callable[..., Any], calls: Sequence[Call], first: int) -> list[Any]:
     """The outputs of ``forward`` for consecutive nano-batches of the running step, interleaved at
     the attention points.
 
@@ -42,12 +34,10 @@ def run_in_turns(
         forward: the model, or a part of it.
         calls: its arguments for each nano-batch.
         first: the first one's nano-batch.
-        model: what keeps state during them, see :mod:`trainer_client.step.mixed_state`; None: is
-            not looked at.
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
-    return TakenTurns(forward, running, calls, first=first, model=model).run()
+    return TakenTurns(forward, running, calls, first=first).run()
 
 
 class TakenTurns:
@@ -61,7 +51,6 @@ class TakenTurns:
         calls: Sequence[Call],
         *,
         first: int = 0,
-        model: nn.Module | None = None,
     ) -> None:
         if len(calls) > 1 and in_checkpoint():
             raise SessionError(
@@ -72,7 +61,6 @@ class TakenTurns:
         self._running = running
         self._random = LaneRandom(len(calls))
         self._first = first
-        self._model = model
         self._outputs: list[Any] = [None] * len(calls)
         self._referee = greenlet.getcurrent()
         self._players = [self._player(index, call) for index, call in enumerate(calls)]
@@ -80,7 +68,6 @@ class TakenTurns:
     def run(self) -> list[Any]:
         """The outputs, one for each nano-batch."""
         state = ThreadState()
-        mixed = watch(self._model, len(self._players))
         try:
             playing = dict(enumerate(self._players))
             while playing:
@@ -95,12 +82,8 @@ class TakenTurns:
                         "forward",
                     )
                     state.restore()
-                    if mixed is not None:
-                        mixed.turn_ended(index, is_over=player.dead)
                     if player.dead:
                         del playing[index]
-            if mixed is not None:
-                mixed.end()
             # Lanes lead back here, and autograd keeps those until the backward pass.
             outputs, self._outputs = self._outputs, []
             return outputs

@@ -168,7 +168,7 @@ class NanoBatches(nn.Module):
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         if self._interleave:
             calls: list[Call] = [((), batch) for batch in nano_batches]
-            return run_in_turns(self.module, calls, 0, model=self.module)
+            return run_in_turns(self.module, calls, 0)
         outputs = []
         for index, batch in enumerate(nano_batches):
             with in_nano_batch(index):

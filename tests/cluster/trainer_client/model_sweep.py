@@ -75,7 +75,7 @@ class PlannedStep:
     def __init__(
         self, shape: AttentionShape, scale: float, lengths: Sequence[int] = LENGTHS
     ) -> None:
-        self.job = SimpleNamespace(shape=shape, scale=scale, n_nano_batches=1)
+        self.job = SimpleNamespace(shape=shape, scale=scale, n_nano_batches=1, windows=())
         manifest = Manifest.merge([RankManifest.from_lengths(0, 0, (lengths,))], 1)
         self.plan = SimpleNamespace(manifest=manifest)
         self.lengths = list(lengths)
@@ -104,6 +104,7 @@ def _serve(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    window: int | None,
     softcap: float | None,
     scale: float | None,
     checkpoints: Checkpoints,
