@@ -56,7 +56,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             stages of the rank that has most.
         windows: has servers compute layers with windows too: of each of ``n_layers``, the keys that
             a query sees at most, or 0 for all. For documents that are cut between ranks, since keys
-            travel as for full layers. Not in pipelines.
+            travel as for full layers. In pipelines all are equal.
         head_groups: a call is so many ticks, each with one in so many heads: the replies of one
             travel while the next is computed. Divides ``shape.num_heads_kv``; pays where the
             network is slow and one nano-batch at a time is computed, see ``distca plan``. 1 in
@@ -193,11 +193,13 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def _check_windows(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))
         fits = len(self.windows) == self.n_layers and min(self.windows) >= 0
-        may_be = self.pipelining is None and self.shape.mask is MaskKind.CAUSAL
+        may_be = self.shape.mask is MaskKind.CAUSAL and (
+            self.pipelining is None or len(set(self.windows)) == 1
+        )
         if self.windows and not (fits and may_be):
             raise ValueError(
                 f"windows is {self.windows}; give 0 or more for each of {self.n_layers} layers, "
-                "under the causal mask and without pipelining, or none"
+                "under the causal mask, in pipelines all equal, or none"
             )
 
     def _check_cut_documents(self) -> None:

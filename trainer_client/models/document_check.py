@@ -131,18 +131,11 @@ class DocumentCheck:
     counts_from_zero: bool = True
     branch_fault: str = ""
 
-    @property
-    def serves_windows(self) -> bool:
-        """Return whether layers with windows or chunks are served: the model has no others. They
-        take documents that fit into one."""
-        return not any(call.kind.is_full for call in self.calls)
-
-    @property
-    def served_calls(self) -> tuple[ModelCall, ...]:
-        """The calls that servers compute; the others are computed at home."""
-        if self.serves_windows:
-            return self.calls
-        return tuple(call for call in self.calls if call.kind.is_full)
+    def served_calls(self, *, windows: bool = False) -> tuple[ModelCall, ...]:
+        """The calls that servers compute: full ones, and those with ``windows``, also if the model
+        has no full ones. The others are computed at home."""
+        windows = windows or not any(call.kind.is_full for call in self.calls)
+        return tuple(c for c in self.calls if c.kind.is_full or (windows and c.kind.window))
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,23 +31,18 @@ def options_of_model(model: nn.Module, options: Mapping[str, Any]) -> dict[str, 
     With ``serve_windows`` among the options, layers with windows are served, beside full ones.
     """
     given = dict(options)
-    serves_windows = given.pop("serve_windows", False)
+    windows = given.pop("serve_windows", False)
     refuse_prompts(model)
     check_heads(model)
     checks = {id(c): c for c in map(check_of, attention_modules(model)) if c is not None}
-    if not checks:
+    served = [c for check in checks.values() for c in check.served_calls(windows=windows)]
+    if not served:
         raise SessionError(
             f"{type(model).__name__} holds no model of transformers with attn_implementation="
             "'distca'; load it with that, or give n_layers, shape and softmax_scale"
         )
     device = next(model.parameters()).device
-    served = [
-        call
-        for check in checks.values()
-        for call in (check.calls if serves_windows else check.served_calls)
-        if not (serves_windows and call.kind.chunk)
-    ]
-    if serves_windows:
+    if any(call.kind.window for call in served):
         given["windows"] = [call.kind.window or 0 for call in served]
     calls = [ServedCall(call.shape, call.scale, device) for call in served]
     return with_group(model, options_of_calls(calls, given))

@@ -72,23 +72,6 @@ def mask_of(module: nn.Module, asked: LayerMask, documents: Documents) -> MaskKi
     return asked.mask
 
 
-def serves_windows(module: nn.Module) -> bool:
-    """Return whether layers with windows are served in the module's model: it has no others."""
-    check = check_of(module)
-    return check is not None and check.serves_windows
-
-
-def refuse_short_window(module: nn.Module, kind: LayerKind, documents: Documents) -> None:
-    """Refuses documents that do not fit into the window of a layer that is served."""
-
-    if kind.reach is not None and kind.reach < documents.longest:
-        raise UnsupportedModel(
-            f"every layer has a window or chunks, {type(module).__name__} of {kind.reach} tokens, "
-            f"and {documents.where} a document of {documents.longest}: cut documents, or turn "
-            "windows off"
-        )
-
-
 def _kind_in_config(module: nn.Module) -> str | None:
     """As the first word of a kind; None if the config does not say."""
     types = getattr(getattr(module, "config", None), "layer_types", None)

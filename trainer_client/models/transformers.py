@@ -44,8 +44,6 @@ from trainer_client.models.layer_kinds import (
     check_causality,
     check_kind,
     mask_of,
-    refuse_short_window,
-    serves_windows,
 )
 from trainer_client.models.layer_masks import (
     CAUSAL,
@@ -243,14 +241,10 @@ def _attend(
         return check.attend(module, query, key, value, layer)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     lane = require_lane()
-    kind = layer.kind
-    if serves_windows(module) and not lane.running.job.windows:
-        kind = FULL
     _refuse_unproven(module, documents)
     _refuse_cached_keys(module, q, k)
     scale = layer.scaling
-    if kind.is_full:
-        refuse_short_window(module, layer.kind, documents)
+    if layer.kind.is_full:
         _check_mask(lane, layer, module)
         _check_dtype(lane, query)
     elif scale is None:
@@ -259,8 +253,8 @@ def _attend(
         q,
         k,
         v,
-        window=kind.window,
-        chunk=kind.chunk,
+        window=layer.kind.window,
+        chunk=layer.kind.chunk,
         sinks=layer.sinks,
         softcap=layer.softcap,
         scale=scale,

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.step import operation
 from trainer_client.step.home import HomeCall, attend_at_home
-from trainer_client.step.home_tasks import FULL, home_tasks
+from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import Lane, current_lane, require_lane
 
 LENGTHS = [9, 1, 14]
@@ -45,7 +45,6 @@ PAGE = ROOT / "docs" / "models.md"
 SERVED = "**served**: every layer"
 BIDIRECTIONAL = "**served**: every layer, bidirectional"
 FULL_LAYERS = "**served** in the full layers, the others at home"
-WINDOWS = "**served** while documents fit into the window: no layer is full"
 ONE_DOCUMENT = "**one document a nano-batch**"
 REFUSED = "refused"
 NOT_TRIED = "not tried: transformers does not build or run it so small"
@@ -114,7 +113,8 @@ def _serve(
     shape = step.job.shape
     check_qkv(q, k, v, shape, step.n_rows(0))
     step.calls += 1
-    call = HomeCall(home_tasks(step, 0, FULL), shape.rule, step.job.scale)
+    rule = replace(shape.rule, window=window)
+    call = HomeCall(home_tasks(step, 0, LayerKind(window)), rule, step.job.scale)
     o, lse, _ = attend_at_home(q, k, v, step.n_rows(0), call, lambda o, lse: None)
     return o, lse
 
@@ -184,11 +184,13 @@ def loss_of(logits: torch.Tensor, lengths: Sequence[int] = LENGTHS) -> torch.Ten
 def planned_step(model: PreTrainedModel, lengths: Sequence[int] = LENGTHS) -> PlannedStep:
     """A step of a session that is opened for the model."""
     check = check_documents(model)
-    (call, *others) = check.served_calls
+    (call, *others) = check.served_calls()
     for other in others:
         if (other.shape, other.scale) != (call.shape, call.scale):
             raise UnsupportedModel(f"layers of different shapes are served: {call}, {other}")
-    return PlannedStep(call.shape, call.scale, lengths)
+    step = PlannedStep(call.shape, call.scale, lengths)
+    step.job.windows = () if call.kind.is_full else (call.kind.window,)
+    return step
 
 
 def assert_right(config: PretrainedConfig, lengths: Sequence[int] = LENGTHS) -> None:
@@ -235,16 +237,13 @@ def outcome_of(family: str) -> Outcome:
         if check.fault:
             assert_right(config, LENGTHS[-1:])
             return Outcome(ONE_DOCUMENT, cause_of(check.fault))
-        if check.serves_windows and check.calls:
-            config = tiny_config(family, wide_windows=True)
         assert_right(config)
     except UnsupportedModel as error:
         return Outcome(REFUSED, cause_of(str(error)))
-    if check.serves_windows:
-        return Outcome(WINDOWS)
-    if check.served_calls[0].shape.mask is MaskKind.FULL:
+    served = check.served_calls()
+    if served[0].shape.mask is MaskKind.FULL:
         return Outcome(BIDIRECTIONAL)
-    at_home = len(check.calls) > len(check.served_calls)
+    at_home = len(check.calls) > len(served)
     return Outcome(FULL_LAYERS if at_home else SERVED)
 
 
@@ -275,7 +274,7 @@ def cause_of(message: str) -> str:
 def table(outcomes: dict[str, Outcome]) -> str:
     """The rows of docs/models.md."""
     lines = ["| | model types |", "|---|---|"]
-    order = (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS, ONE_DOCUMENT, REFUSED, NOT_TRIED)
+    order = (SERVED, BIDIRECTIONAL, FULL_LAYERS, ONE_DOCUMENT, REFUSED, NOT_TRIED)
     groups = sorted(set(outcomes.values()), key=lambda o: (order.index(o.kind), o.cause))
     for group in groups:
         title = f"{group.kind}: {group.cause}" if group.cause else group.kind
@@ -288,7 +287,7 @@ def documented() -> dict[str, Outcome]:
     """What docs/models.md says of each family."""
     outcomes = {}
     for title, names in re.findall(r"^\| (\S.*?) \| (.*) \|$", PAGE.read_text(), re.M):
-        for kind in (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS, ONE_DOCUMENT, REFUSED, NOT_TRIED):
+        for kind in (SERVED, BIDIRECTIONAL, FULL_LAYERS, ONE_DOCUMENT, REFUSED, NOT_TRIED):
             if title == kind or title.startswith(f"{kind}: "):
                 outcome = Outcome(kind, title.removeprefix(kind).removeprefix(": "))
                 outcomes.update(dict.fromkeys(names.split(", "), outcome))
@@ -298,7 +297,7 @@ def documented() -> dict[str, Outcome]:
 
 def served_families() -> list[str]:
     """Those of the page whose packed documents are served and that the installed release has."""
-    kinds = (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS)
+    kinds = (SERVED, BIDIRECTIONAL, FULL_LAYERS)
     known = configuration_auto.CONFIG_MAPPING
     return sorted(name for name, o in documented().items() if o.kind in kinds and name in known)
 

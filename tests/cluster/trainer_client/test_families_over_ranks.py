@@ -21,8 +21,6 @@ from tests.cluster.trainer_client.family_runs import (
     without_dropout,
 )
 from tests.cluster.trainer_client.model_sweep import (
-    WINDOWS,
-    documented,
     make_model,
     served_families,
 )
@@ -57,7 +55,7 @@ def test_gradients_of_both_ranks_are_those_of_the_documents(
     placement: str,
     checkpointed: bool,
 ) -> None:
-    config = without_dropout(tiny_config(family, wide_windows=documented()[family].kind == WINDOWS))
+    config = without_dropout(tiny_config(family))
     local = make_model(config, "eager")
     weights = keep_weights(local, tmp_path)
     run = run_on(pool_of_four, config, weights, family, placement, checkpointed=checkpointed)

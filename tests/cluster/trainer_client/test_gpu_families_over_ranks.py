@@ -27,8 +27,6 @@ from tests.cluster.trainer_client.family_runs import (
     without_dropout,
 )
 from tests.cluster.trainer_client.model_sweep import (
-    WINDOWS,
-    documented,
     make_model,
     served_families,
 )
@@ -67,9 +65,8 @@ def on_device(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def config_for_kernels(family: str) -> PreTrainedConfig:
     """Tiny, with head dims that kernels have."""
-    wide_windows = documented()[family].kind == WINDOWS
     fields = ALL_EXPERTS.get(family, {})
-    config = tiny_config(family, wide_windows=wide_windows, wider=4, **fields)
+    config = tiny_config(family, wider=4, **fields)
     if not getattr(config, "qk_rope_head_dim", None):
         return config
     fields = fields | {name: dim for name, dim in LATENT.items() if hasattr(config, name)}

@@ -173,7 +173,7 @@ def test_batches_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        (transformers.MistralConfig(**SIZES, sliding_window=32), UnsupportedModel),
+        (transformers.MistralConfig(**SIZES, sliding_window=32), SessionError),
         (
             transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16),
             SessionError,
