@@ -132,8 +132,8 @@ class StepBusy:
 
     In place a call shares the GPU with the trainer: whenever one of its kernels ends, a matrix
     product may take the device and hold up the next one for 20 ms, as long as a whole call lasts.
-    Ticks of different layers run the same tasks, so their times differ only by such disturbances:
-    see :func:`undisturbed_seconds`.
+    Ticks of layers with one window run the same tasks, so their times differ only by such
+    disturbances: see :func:`undisturbed_seconds`.
 
     Attributes:
         backward_layers: per nano-batch, how many backward ticks were run: fewer than the job has
@@ -239,7 +239,7 @@ class ServedStep:
         self._routes: dict[_Key, TickRoute] = {}
         self._messages: dict[tuple[int, _Key], MessagePair] = {}
         self._outlines: dict[_Key, TickOutline] = {}
-        self._busy: dict[_Key, list[float]] = {}
+        self._busy: dict[tuple[_Key, ScoreRule], list[float]] = {}
         lanes: dict[int, dict[Tick, TickOutline]] = {}
         server = plan.server_index(server_id)
         if server is not None:
@@ -313,7 +313,7 @@ class ServedStep:
         """The kernel seconds of the ticks that are over. Call it on the executor's thread."""
         seconds = {phase: [0.0] * self.job.n_nano_batches for phase in Phase}
         backward_layers = [0] * self.job.n_nano_batches
-        for (nano_batch, phase, _), ticks in self._busy.items():
+        for ((nano_batch, phase, _), _), ticks in self._busy.items():
             seconds[phase][nano_batch] += undisturbed_seconds(ticks)
             if phase is Phase.BACKWARD:
                 backward_layers[nano_batch] += len(ticks)
@@ -379,7 +379,8 @@ class ServedStep:
         tick = open_tick.tick
         with self._lock:
             self._open.pop(tick, None)
-        self._busy.setdefault(self._key(tick), []).append(open_tick.busy_seconds)
+        alike = self._key(tick), open_tick.rule
+        self._busy.setdefault(alike, []).append(open_tick.busy_seconds)
         self._on_tick_over(self, open_tick)
 
 
