@@ -87,8 +87,12 @@ class JobDescription:
 
     def rule(self, tick: Tick) -> ScoreRule:
         """The rule for the scores of ``tick``."""
-        window = self.windows[tick.layer // self.head_groups] if self.windows else 0
-        return replace(self.shape.rule, window=window or None)
+        return self._rules[tick.layer // self.head_groups if self.windows else 0]
+
+    @cached_property
+    def _rules(self) -> Sequence[ScoreRule]:
+        rule = self.shape.rule
+        return [replace(rule, window=window or None) for window in self.windows or (0,)]
 
     @cached_property
     def order(self) -> TickOrder | None:

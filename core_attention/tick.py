@@ -49,11 +49,6 @@ class Tick:
         return f"step {self.step} layer {self.layer} nano-batch {self.nano_batch} {self.phase}"
 
 
-def step_of_tag(tag: int) -> int:
-    """The step that :meth:`Tick.tag` was made of, modulo 2**41."""
-    return tag >> (LAYER_BITS + NANO_BATCH_BITS + 2)
-
-
 def ticks_of_lane(step: int, nano_batch: int, n_layers: int, *, backward: bool) -> Iterator[Tick]:
     """The ticks of one nano-batch in a step, in the order in which every trainer runs them.
 
