@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trainer_client.errors import SessionError as SessionError
     from trainer_client.hooks.checkpointing import checkpoint as checkpoint
     from trainer_client.local_attention.at_home import at_home as at_home
-    from trainer_client.loops.fsdp import prepare_fsdp as prepare_fsdp
     from trainer_client.loops.loss_weight import labels_per_rank as labels_per_rank
     from trainer_client.options import Placement as Placement
     from trainer_client.options import SessionOptions as SessionOptions
@@ -49,7 +48,6 @@ _MODULES = {
     "in_nano_batch": "trainer_client.step.lane",
     "labels_per_rank": "trainer_client.loops.loss_weight",
     "measure_stages": "trainer_client.pipelines.stage_seconds",
-    "prepare_fsdp": "trainer_client.loops.fsdp",
     "schedule_of": "trainer_client.pipelines.pipelining",
 }
 

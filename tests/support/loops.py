@@ -12,7 +12,7 @@ from core_attention.manifest import RankManifest
 from tests.support.cluster import NODE_SHAPE, Cluster, keep_profile, on_this_host
 from trainer_client import Session, in_nano_batch
 from trainer_client.hooks.compile_boundary import outside_graphs
-from trainer_client.hooks.sharded_weights import require_prepared
+from trainer_client.step.fsdp import prepare_turns
 from trainer_client.step.lane import require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.turns.manifests import lengths_of_documents
@@ -56,7 +56,7 @@ class PingPong(nn.Module):
             if self._takes_no_rows or running.n_rows(index)
         ]
         if self.interleave and held:
-            require_prepared(self.module)
+            prepare_turns(self.module)
             first, last = held[0], held[-1]
             calls: list[Call] = [((), batch) for batch in nano_batches[first : last + 1]]
             return run_in_turns(self.module, calls, first)

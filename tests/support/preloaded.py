@@ -45,7 +45,7 @@ PRELOADED = (
     "tests.support.team",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.experimental._attention",
-    "trainer_client.loops.fsdp",
+    "trainer_client.step.fsdp",
     "trainer_client.models.transformers",
     # Which some versions of the library do not have.
     "typer._adapters",

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 
 from trainer_client.errors import SessionError
 from trainer_client.hooks.compile_boundary import outside_graphs
-from trainer_client.hooks.sharded_weights import require_prepared, units
-from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.document_check import (
     UnsupportedModel,
     attention_modules,
@@ -62,13 +60,6 @@ def has_head(model: PreTrainedModel) -> bool:
 
 def _holds(module: nn.Module, other: nn.Module) -> bool:
     return any(each is other for each in module.modules())
-
-
-def prepare_turns(model: nn.Module, decoder: PreTrainedModel) -> None:
-    """Has nano-batches take turns in the layers of ``decoder``."""
-    if next(units(model), None) is not None:
-        prepare_fsdp(model)
-    require_prepared(decoder, inside=True)
 
 
 class DecoderInTurns:

@@ -20,7 +20,6 @@ from trainer_client.attach.decoder import (
     DecoderInTurns,
     decoder_of,
     has_head,
-    prepare_turns,
 )
 from trainer_client.attach.forward import Forward, OpenWith
 from trainer_client.attach.zero_rows import ZeroRows
@@ -35,6 +34,7 @@ from trainer_client.models.documents import Documents, documents_of, of_forwards
 from trainer_client.models.entrance import entrances
 from trainer_client.models.found_options import options_of_model
 from trainer_client.models.layer_masks import LaterMask
+from trainer_client.step.fsdp import prepare_turns
 from trainer_client.step.lane import Lane
 
 
@@ -69,7 +69,7 @@ class ServedDecoder:
         if self._decoder is None:
             found = decoder_of(model)
             if self._turns > 1:
-                prepare_turns(model, found)
+                prepare_turns(model)
             self._decoder = weakref.ref(found)
         decoder = self._decoder()
         if decoder is None or model is not decoder:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainer_client.errors import SessionError
 
 prepared: WeakSet[nn.Module] = WeakSet()
-"""Units through which nano-batches may take turns, see :mod:`trainer_client.loops.fsdp`."""
+"""Units through which nano-batches may take turns, see :mod:`trainer_client.step.fsdp`."""
 resharded: WeakSet[nn.Module] = WeakSet()
 """Those of them whose weights are freed between forward and backward."""
 
@@ -82,13 +82,9 @@ def needs_other_ranks(model: nn.Module) -> bool:
     )
 
 
-def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
-    """Checks that nano-batches may take turns in ``model``.
-
-    Args:
-        model: what they call.
-        inside: it is called once for all of them, and they take turns in the modules inside it.
-    """
+def refuse_turns(model: nn.Module) -> None:
+    """Checks that nothing but FSDP2 shards weights of ``model``, in which nano-batches are to take
+    turns."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise SessionError(
@@ -96,18 +92,10 @@ def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
                 "other; use ZeRO-1, ZeRO-2 or fully_shard, or attach the model with turns=1"
             )
     for name, module in model.named_modules():
-        if inside and module is model:
-            continue
-        shown = repr(name or type(module).__name__)
         if isinstance(module, FullyShardedDataParallel):
             raise SessionError(
-                f"{shown} is FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2) and "
-                "trainer_client.prepare_fsdp(model)"
-            )
-        if is_unit(module) and module not in prepared:
-            raise SessionError(
-                f"{shown} is sharded by fully_shard; call trainer_client.prepare_fsdp(model) after "
-                "it, or attach the model with turns=1"
+                f"{name or type(module).__name__!r} is FullyShardedDataParallel (FSDP1); use "
+                "fully_shard (FSDP2), or attach the model with turns=1"
             )
 
 

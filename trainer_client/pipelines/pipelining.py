@@ -25,11 +25,12 @@ from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.hooks.compile_boundary import outside_graphs
 from trainer_client.hooks.pipelining_dry_run import for_shapes
-from trainer_client.hooks.sharded_weights import check_backward_in_parts, require_prepared
+from trainer_client.hooks.sharded_weights import check_backward_in_parts
 from trainer_client.pipelines.deferred_weights import DeferredWeights
 from trainer_client.pipelines.schedule_check import ScheduleCheck
 from trainer_client.pipelines.stage_messages import StageMessages
 from trainer_client.session import Session
+from trainer_client.step.fsdp import prepare_turns
 from trainer_client.step.lane import (
     current_step,
     in_nano_batch,
@@ -328,7 +329,7 @@ def run_rows_in_turns(
     """
     if isinstance(module, DistributedDataParallel):
         module = module.module
-    require_prepared(module)
+    prepare_turns(module)
     # The module may have been in a Pipeline that has ended.
     forward = getattr(module.forward, "of_whole_rows", module.forward)
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu.training.loss import chunked_loss
-from trainer_client import checkpoint, prepare_fsdp
+from trainer_client import checkpoint
+from trainer_client.step.fsdp import prepare_turns
 
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -116,5 +117,5 @@ def shard_model(
     for before, after in itertools.pairwise(sharded):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
-    prepare_fsdp(model)
+    prepare_turns(model)
     return model

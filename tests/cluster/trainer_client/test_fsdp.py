@@ -1,5 +1,5 @@
-"""FSDP2 around nano-batches of one's own: refused without ``prepare_fsdp``, equal to local
-attention with it. Ways to shard attached models are loops of ``attach_runs``.
+"""FSDP2 around nano-batches of one's own: gradients of local attention. Ways to shard attached
+models are loops of ``attach_runs``.
 
 Two ranks in processes of their own, over gloo; each runs all cases, since starting costs more than
 they do.
@@ -34,10 +34,10 @@ from trainer_client import (
     SessionError,
     SessionOptions,
     core_attention,
-    prepare_fsdp,
 )
 from trainer_client.hooks.collectives import HostMeetings
 from trainer_client.hooks.sharded_weights import check_backward_in_parts
+from trainer_client.step.fsdp import prepare_turns
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -86,7 +86,6 @@ def root_inside(model: Model) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    prepare_fsdp(model)
     return PingPong(model)
 
 
@@ -94,7 +93,7 @@ def root_around(model: Model) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     whole: nn.Module = fully_shard(PingPong(model))  # type: ignore[assignment]
-    prepare_fsdp(whole)
+    prepare_turns(whole)
     return whole
 
 
@@ -102,12 +101,12 @@ def weights_kept_gathered(model: Model) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model)
-    prepare_fsdp(model)
     return PingPong(model)
 
 
 def one_after_the_other(model: Model) -> nn.Module:
     root_inside(model)
+    prepare_turns(model)
     return PingPong(model, interleave=False)
 
 
@@ -171,7 +170,6 @@ def weights_are_gathered_and_reduced_once(session: Session, rank: int) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    prepare_fsdp(model)
     meetings.open()
     run_step(session, PingPong(model), STEPS[0], rank)
     meetings.close()
@@ -193,24 +191,12 @@ def weights_are_freed_between_forward_and_backward(session: Session, rank: int) 
             assert weights == {freed}, case.__name__
 
 
-def unprepared_models_are_refused(session: Session, rank: int) -> None:
-    model = Model()
-    for block in model.blocks:
-        fully_shard(block)
-    number = session.next_step
-    session.submit(RankManifest.from_lengths(number, rank, STEPS[0][rank]))
-    with pytest.raises(SessionError), session.step(number):
-        PingPong(model)(batches(STEPS[0], rank))
-    with pytest.raises(SessionError):
-        prepare_fsdp(Model())
-
-
 def weights_that_backwards_in_parts_would_miss(_: Session, __: int) -> None:
     model = Model()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    for prepare in (lambda _: None, prepare_fsdp):
+    for prepare in (lambda _: None, prepare_turns):
         prepare(model)
         with pytest.raises(SessionError):
             check_backward_in_parts(model)
@@ -238,14 +224,12 @@ def half_precision(session: Session, rank: int) -> None:
     plain = copy.deepcopy(model)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-    prepare_fsdp(model)
     run_step(session, PingPong(model), STEPS[0], rank)
     # Activations are rounded to 8 bits, 4e-3, in each of three layers, and so are gradients.
     assert_gradients(model.blocks, reference(plain, STEPS[0]).blocks, 5e-2)
 
 
 OF_TWO = (
-    unprepared_models_are_refused,
     gradients_equal_local_attention,
     weights_are_gathered_and_reduced_once,
     weights_are_freed_between_forward_and_backward,

@@ -53,7 +53,6 @@ from trainer_client import (
     checkpoint,
     defer_weights,
     measure_stages,
-    prepare_fsdp,
     schedule_of,
 )
 from trainer_client import core_attention as served
@@ -493,7 +492,6 @@ def run_case(
             for block in part.blocks.values():
                 fully_shard(block, mesh=replicas)
             fully_shard(part, mesh=replicas)
-            prepare_fsdp(part)
     with Session.open(options) as session:
         pipeline = Pipeline(session, *stages, meet_on_host=case.meets_on_host)
         for step, positions in submitted(case, session):

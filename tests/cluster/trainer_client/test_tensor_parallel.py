@@ -49,9 +49,9 @@ from trainer_client import (
     SessionError,
     SessionOptions,
     core_attention,
-    prepare_fsdp,
 )
 from trainer_client.hooks.tensor_parallel import mesh_of
+from trainer_client.step.fsdp import prepare_turns
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -278,8 +278,7 @@ def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh, victim: in
     if case.sharded:
         for unit in (*model.model.layers, model):
             fully_shard(unit, mesh=mesh["dp"])
-    if case.sharded or case.make is by_plan_of_transformers:
-        prepare_fsdp(model)
+    prepare_turns(model)
     model.train()
     if victim and rank == 1:
         kill_before(model.model.layers[1].self_attn, victim)

@@ -36,13 +36,13 @@ from trainer_client.frameworks.versions import (
     refuse,
 )
 from trainer_client.hooks.kept_state import untouched
-from trainer_client.loops.fsdp import prepare_fsdp
 from trainer_client.models.found_options import ServedCall, options_of_calls
 from trainer_client.options import SessionOptions
 from trainer_client.pipelines.deferred_weights import defer_weights
 from trainer_client.pipelines.pipelining import Pipeline, in_microbatch, run_rows_in_turns
 from trainer_client.pipelines.stage_seconds import MEASURED_TOKENS, measured_pipelining
 from trainer_client.session import Session
+from trainer_client.step.fsdp import prepare_turns
 from trainer_client.turns.manifests import lengths_of_documents
 from trainer_client.turns.parts import segments_of
 
@@ -118,7 +118,7 @@ class ServedTrainer(Trainer):
             return CutBatch(part, self._planned(microbatch))
 
         for part in self.model_parts:
-            prepare_fsdp(part)
+            prepare_turns(part)
         if self.parallel_dims.pp_enabled:
             stages = _stages_of(self.pp_schedule)
             self._pipeline = Pipeline(self._session, *stages, cut_by=cut_by)

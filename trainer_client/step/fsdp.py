@@ -26,6 +26,7 @@ from trainer_client.hooks.sharded_weights import (
     groups_of,
     outermost_units,
     prepared,
+    refuse_turns,
     resharded,
     reshards,
     units,
@@ -36,29 +37,24 @@ from trainer_client.step.running_step import RunningStep
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def prepare_fsdp(model: nn.Module) -> None:
-    """Has the modules of ``model`` that ``fully_shard`` was applied to work under ping-pong.
+def prepare_turns(model: nn.Module) -> None:
+    """Has nano-batches take turns in ``model``, and in its modules that ``fully_shard`` was applied
+    to; those that were prepared before are passed by.
 
-    Call it once, after ``fully_shard`` and before the first step; modules that were prepared
-    before are passed by. Meshes, precision, offloading and ``reshard_after_forward`` stay as
-    ``fully_shard`` has them, but for two things: a module that is resharded is so when the last
-    nano-batch has left it, and to the full mesh if ``reshard_after_forward`` is a number. Outside
-    of ping-pong the model runs as before.
+    Meshes, precision, offloading and ``reshard_after_forward`` stay as ``fully_shard`` has them,
+    but for two things: a module that is resharded is so when the last nano-batch has left it, and
+    to the full mesh if ``reshard_after_forward`` is a number. Outside of ping-pong the model runs
+    as before.
 
     Several modules that share one unit, ``fully_shard([norm, head])``, must not call core
     attention: they keep gathering and reducing for every nano-batch.
 
     Args:
-        model: with ``fully_shard`` applied to its layers, to itself, or both.
+        model: in whole; no other way of sharding weights will do.
     """
-    found = list(units(model))
-    if not found:
-        raise SessionError(
-            f"{type(model).__name__} has no module that fully_shard was applied to; call "
-            "trainer_client.prepare_fsdp(model) after fully_shard"
-        )
+    refuse_turns(model)
     roots = set(outermost_units(model))
-    for unit in found:
+    for unit in units(model):
         if unit in prepared:
             continue
         is_freed = reshards(unit, unit in roots)
