@@ -11,10 +11,12 @@ import torch
 
 import trainer_client
 from distca.contract.timeouts import TimeoutOrderError
+from tests.cluster.trainer_client.model_sweep import make_model
 from tests.cluster.trainer_client.test_options_of_models import JOB, llama
 from tests.support.cluster import NODE_SHAPE, Cluster
 from tests.support.model_options import options_for
 from tests.support.team import Team
+from tests.support.tiny_models import tiny_config
 from trainer_client import Placement, Session, SessionOptions
 
 
@@ -66,6 +68,8 @@ def test_paths_devices_and_numbers_may_be_of_kindred_types() -> None:
         {"check_results": "no"},
         {"device": "cpux"},
         {"head_groups": 3},
+        {"windows": [4, 4]},
+        {"windows": [-1]},
     ],
 )
 def test_what_is_wrong_is_refused(given: dict[str, Any]) -> None:
@@ -82,6 +86,17 @@ def test_a_device_that_is_none_is_refused_when_the_model_is_looked_at() -> None:
     with pytest.raises(ValueError):
         options_for(llama(), **JOB, device="cpux")
     assert options_for(llama(), **JOB, device=torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "windows"),
+    [("gemma3_text", False, set()), ("gemma3_text", True, {0, 6}), ("mistral", False, {6})],
+)
+def test_windows_are_served_where_asked_for_or_where_no_layer_is_full(
+    family: str, asked: bool, windows: set[int]
+) -> None:
+    model = make_model(tiny_config(family), "distca")
+    assert set(options_for(model, **JOB, serve_windows=asked).windows) == windows
 
 
 @pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
