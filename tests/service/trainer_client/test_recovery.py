@@ -190,26 +190,10 @@ def test_several_servers_die_at_once(
     newcomer.terminate()
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-@pytest.mark.parametrize("manifests", [spanning(3), cut(3)], ids=["spanning", "cut"])
-def test_windows_over_ranks_survive_a_killed_server(
-    servers: Cluster,
-    monkeypatch: pytest.MonkeyPatch,
-    manifests: list[RankManifest],
-    phase: Phase,
-) -> None:
-    layers = [Layer(window=40), Layer(), Layer(window=40), Layer()]
-    with Team(servers, 3, NODE_SHAPE, layers=layers, serve_windows=True, placement="pool") as team:
-        team.check(manifests)
-        kill_at(monkeypatch, nodes_of(servers)[:1], rank=1, layer=1, phase=phase, step=1)
-        assert max(recoveries(team.check(manifests, seed=1))) >= 1
-        monkeypatch.undo()
-        team.check(manifests, seed=2)
-
-
 CAPPED = replace(NODE_SHAPE, softcap=1.5)
 FULL = replace(NODE_SHAPE, mask=MaskKind.FULL)
 WITH_SINKS = [Layer(), Layer(sinks=True), Layer(sinks=True)]
+WINDOWS = [Layer(window=40), Layer(), Layer(window=40)]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +203,9 @@ WITH_SINKS = [Layer(), Layer(sinks=True), Layer(sinks=True)]
         (CAPPED, WITH_SINKS, 3, Phase.FORWARD),
         (FULL, [Layer()] * N_LAYERS, 1, Phase.FORWARD),
         (FULL, [Layer()] * N_LAYERS, 3, Phase.BACKWARD),
+        (NODE_SHAPE, WINDOWS, 1, Phase.BACKWARD),
+        (NODE_SHAPE, WINDOWS, 3, Phase.FORWARD),
     ],
-    ids=["softcap and sinks", "the same at home", "bidirectional", "bidirectional at home"],
 )
 def test_what_scores_go_through_survives_a_lost_server(
     servers: Cluster,
@@ -231,7 +216,7 @@ def test_what_scores_go_through_survives_a_lost_server(
     phase: Phase,
 ) -> None:
     """On the servers that are left, and at home where none is."""
-    with Team(servers, 3, shape, layers=layers, placement="pool") as team:
+    with Team(servers, 3, shape, layers=layers, serve_windows=True, placement="pool") as team:
         victims = nodes_of(servers)[:n_victims]
         kill_at(monkeypatch, victims, rank=1, layer=1, phase=phase)
         assert max(recoveries(team.check(spanning(3)))) >= 1
