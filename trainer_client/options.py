@@ -191,7 +191,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         check_order(known_timeouts(self))
 
     def _check_windows(self) -> None:
-        object.__setattr__(self, "windows", tuple(self.windows))
+        object.__setattr__(self, "windows", tuple(self.windows) if any(self.windows) else ())
         fits = len(self.windows) == self.n_layers and min(self.windows) >= 0
         may_be = self.shape.mask is MaskKind.CAUSAL and (
             self.pipelining is None or len(set(self.windows)) == 1
