@@ -153,10 +153,10 @@ def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
     over = iter(
         ()
         if call.taken_over is None
-        else call.taken_over.rows[name].split([run.length for run in runs if run.is_handed_over])
+        else call.taken_over.rows[name].split([run.length for run in runs if run.is_carried])
     )
     return torch.cat(
-        [next(over) if run.is_handed_over else own[run.row : run.row + run.length] for run in runs]
+        [next(over) if run.is_carried else own[run.row : run.row + run.length] for run in runs]
     )
 
 
@@ -168,7 +168,7 @@ def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
     for run in call.tasks.edge_keys:
         for name, rows in of_edge.items():
             found = rows[at : at + run.length]
-            if run.is_handed_over:
+            if run.is_carried:
                 answer[name].append(found)
             else:
                 gradients[name][run.row : run.row + run.length] += found

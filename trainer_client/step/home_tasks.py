@@ -83,18 +83,22 @@ class LayerKind:
 FULL = LayerKind()
 
 
-class KeyRun(NamedTuple):
-    """Neighbouring rows of keys.
+class RowPiece(NamedTuple):
+    """Neighbouring rows of a document on one rank.
 
     Attributes:
-        row: the first one's packed row.
+        offset: the first one's position in the document.
         length: rows.
-        is_handed_over: whether they are rows of the nano-batch before.
+        rank: who has them.
+        row: the first one's packed row there.
+        is_carried: whether they are keys of the nano-batch before, and the row is one there.
     """
 
-    row: int
+    offset: int
     length: int
-    is_handed_over: bool
+    rank: int
+    row: int
+    is_carried: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +115,7 @@ class HomeTasks:
 
     tasks: TaskBatch
     edge_tasks: TaskBatch
-    edge_keys: tuple[KeyRun, ...]
+    edge_keys: tuple[RowPiece, ...]
     handed_over: tuple[tuple[int, int], ...]
 
 
@@ -149,7 +153,7 @@ _of_steps: WeakKeyDictionary[RunningStep, dict[tuple[int, LayerKind], HomeTasks]
 def _derive(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks:
     tasks: list[_Task] = []
     edge_tasks: list[_Task] = []
-    edge_keys: list[KeyRun] = []
+    edge_keys: list[RowPiece] = []
     n_keys = 0
     for document in _documents(running, nano_batch):
         for piece in document.pieces:
@@ -166,12 +170,11 @@ def _derive(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks
             if before:
                 n_edge = min(kind.first_beyond(piece.offset) - piece.offset, piece.length)
                 begin = n_keys
-                edge_keys += [KeyRun(each.row, each.length, each.is_carried) for each in before]
-                edge_keys.append(KeyRun(piece.row, n_edge, False))
+                edge_keys += [*before, piece._replace(length=n_edge)]
                 n_keys += sum(each.length for each in before) + n_edge
                 edge_tasks.append(_Task(piece.row, piece.row + n_edge, begin, n_keys))
             tasks += _tasks(piece, n_edge, kind)
-    handed_over = tuple((run.row, run.length) for run in edge_keys if run.is_handed_over)
+    handed_over = tuple((run.row, run.length) for run in edge_keys if run.is_carried)
     if running.carried(nano_batch + 1):
         handed_over = home_tasks(running, nano_batch + 1, kind).handed_over
     return HomeTasks(_batch(tasks), _batch(edge_tasks), tuple(edge_keys), handed_over)
@@ -190,7 +193,7 @@ def _batch(tasks: Sequence[_Task]) -> TaskBatch:
     return TaskBatch(q_begin, q_end, k_begin, k_end, dk_begin=k_begin)
 
 
-def _tasks(piece: _RowPiece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
+def _tasks(piece: RowPiece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
     """The tasks of a piece without its first ``n_edge`` queries. Chunks are counted from the
     document's first token."""
     begin, end = piece.row + n_edge, piece.row + piece.length
@@ -201,24 +204,6 @@ def _tasks(piece: _RowPiece, n_edge: int, kind: LayerKind) -> Iterator[_Task]:
         rest = kind.chunk - (piece.offset + begin - piece.row) % kind.chunk
         yield _Task(begin, min(begin + rest, end), begin, min(begin + rest, end))
         begin += rest
-
-
-class _RowPiece(NamedTuple):
-    """Neighbouring rows of a document on one rank.
-
-    Attributes:
-        offset: the first one's position in the document.
-        length: rows.
-        rank: who has them.
-        row: the first one's packed row there.
-        is_carried: whether they are keys of the nano-batch before, and the row is one there.
-    """
-
-    offset: int
-    length: int
-    rank: int
-    row: int
-    is_carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,10 +217,10 @@ class _Document:
     """
 
     document_id: int
-    pieces: Sequence[_RowPiece]
-    carried: Sequence[_RowPiece]
+    pieces: Sequence[RowPiece]
+    carried: Sequence[RowPiece]
 
-    def keys(self, begin: int, end: int) -> list[_RowPiece]:
+    def keys(self, begin: int, end: int) -> list[RowPiece]:
         """The holders of the keys at ``[begin, end)``, and where, by position."""
         pieces, found = self._by_position, []
         at = bisect.bisect_right(pieces, begin, key=lambda piece: piece.offset) - 1
@@ -248,7 +233,7 @@ class _Document:
         return found
 
     @cached_property
-    def _by_position(self) -> list[_RowPiece]:
+    def _by_position(self) -> list[RowPiece]:
         """A document over a thousand ranks has as many pieces, and each needs those before it."""
         return sorted((*self.carried, *self.pieces))
 
@@ -279,15 +264,15 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
         )
 
 
-def _pieces(*columns: Int64Array | BoolArray) -> list[_RowPiece]:
+def _pieces(*columns: Int64Array | BoolArray) -> list[RowPiece]:
     """Pieces from the columns of their fields."""
-    return [_RowPiece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return [RowPiece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _joined(segments: Sequence[_RowPiece]) -> list[_RowPiece]:
+def _joined(segments: Sequence[RowPiece]) -> list[RowPiece]:
     """Segments by position; those that follow one another in the document and in packed rows are
     one piece."""
-    pieces: list[_RowPiece] = []
+    pieces: list[RowPiece] = []
     for piece in segments:
         last = pieces[-1] if pieces else None
         if last is not None and last.rank == piece.rank and last.row + last.length == piece.row:
