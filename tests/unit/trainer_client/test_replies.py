@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core_attention.ca_task import Phase
+from core_attention.score_rule import PLAIN
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 from data_plane.transport import PeerLost, Transfer, TransferState
@@ -67,6 +68,7 @@ class Waiting:
             deadline_seconds=30.0,
             await_end=lambda exchange, transfer: None,
             examiner=SimpleNamespace(fault=lambda *args: None),
+            job=SimpleNamespace(rule=lambda tick: PLAIN),
         )
         exchange: Any = SimpleNamespace(
             server_id="node-0",
