@@ -19,7 +19,7 @@ from data_plane.interfaces import OWN_ADDRESS, own_address
 from data_plane.transport import TransportName
 from distca.apps.local.process import LocalProcess
 from distca.apps.local.supervisor import POLL_SECONDS, Supervisor
-from distca.contract.addresses import FILE, split_addresses
+from distca.contract.addresses import FILE, split_address, split_addresses
 from distca.contract.checks import check_least
 from distca.errors import DistcaError
 from distca.options import Read, option
@@ -52,6 +52,11 @@ class PoolSettings:
             envvar=["SLURM_PROCID", "SKYPILOT_NODE_RANK"],
         ),
     ] = 0
+    control_plane: str = option(
+        "",
+        "host:port at which host 0 has it, where hosts share no files. Default: a free port, in "
+        "--address-file.",
+    )
     nodes: int | None = option(
         None, "Attention nodes of this host. Default: one for each of its GPUs."
     )
@@ -88,6 +93,11 @@ class PoolSettings:
             object.__setattr__(self, "host", own_address())
 
     @property
+    def named(self) -> str:
+        """The control plane, as other processes are given it."""
+        return self.control_plane or f"{FILE}{self.address_file.absolute()}"
+
+    @property
     def devices(self) -> list[str]:
         """The device of each node."""
         n_gpus = _count_gpus() if self.nodes != 0 else 0
@@ -115,7 +125,7 @@ def keep_up(settings: PoolSettings, environ: Mapping[str, str], console: Console
             console.print(
                 plain(
                     f"{len(devices)} attention nodes on {settings.host}, control plane at "
-                    f"{control_plane}. Trainers: DISTCA_CONTROL_PLANE={FILE}{settings.address_file}"
+                    f"{control_plane}. Trainers: DISTCA_CONTROL_PLANE={settings.named}"
                 ),
                 markup=False,
                 highlight=False,
@@ -152,12 +162,13 @@ class Pool:
         """Starts all that this host has, a node for each of ``devices``, and returns the address of
         the control plane."""
         settings = self._settings
-        named = f"{FILE}{settings.address_file.absolute()}"
         if settings.rank == 0:
             settings.address_file.unlink(missing_ok=True)
-            kept = self._start("control-plane", self._control_plane(port=0))
+            fixed = settings.control_plane or "any:0"
+            _, port = split_address("control_plane", fixed, any_port=True)
+            kept = self._start("control-plane", self._control_plane(port))
             self._supervisor.wait_for_file(kept.process, settings.address_file)
-        (address, *_) = split_addresses("address_file", named)
+        (address, *_) = split_addresses("control_plane", settings.named)
         if settings.rank == 0:
             # When it is started again, it is found where it was.
             kept.arguments = self._control_plane(port=int(address.rpartition(":")[2]))
@@ -167,7 +178,7 @@ class Pool:
             name = f"{'node' if settings.one_host else host}-{index}"
             ready = settings.logs / f"{name}.address"
             ready.unlink(missing_ok=True)
-            arguments = self._node(name, device, named, ready)
+            arguments = self._node(name, device, ready)
             waited.append((self._start(name, arguments), ready))
         for kept, ready in waited:
             self._supervisor.wait_for_file(kept.process, ready)
@@ -212,11 +223,11 @@ class Pool:
             f"--state-dir={settings.logs.absolute() / 'state'}",
         ]
 
-    def _node(self, name: str, device: str, control_plane: str, ready: Path) -> list[str]:
+    def _node(self, name: str, device: str, ready: Path) -> list[str]:
         settings = self._settings
         return [
             "attention-node",
-            f"--control-plane={control_plane}",
+            f"--control-plane={settings.named}",
             f"--server-id={name}",
             f"--device={device}",
             f"--data-host={settings.host}",
