@@ -1,0 +1,1 @@
+"""Fine-tuning of checkpoints of Hugging Face's format, with served core attention."""
