@@ -22,6 +22,7 @@
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make slurm-test  a job on a Slurm of this machine, as root (Debian: apt install slurm-wlm)
+#   make launchers-test  examples/ray on a Ray cluster of this machine, examples/skypilot as SkyPilot runs it
 #   make alerts-test  alerts that fire and end in a real Prometheus on a Docker engine, as root; 20 minutes
 #   make kind-test  the chart in a cluster of kind's: installed, upgraded, rolled under a job, taken away
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
@@ -71,7 +72,7 @@ DEMO := --verify --verify-every 4 --steps 12 --min-backward-tokens 128
 # Else each of a hundred processes would compile all sources when it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page figures docs images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test kind-test chaos soak install clean
+.PHONY: help demo demo-rl planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-others test-newest report-newest test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme chart-rendered metrics-page configuration-page figures docs images push image-names constraints deploy-test deploy-test-cuda alerts-test slurm-test launchers-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -145,6 +146,7 @@ test-nixl: $(INSTALLED)
 # what they bring does not get into the other tests.
 FRAMEWORKS := .venv-frameworks
 OTHERS := .venv-others
+LAUNCHERS := .venv-launchers
 
 # $(1): the environment's folder.
 define beside
@@ -375,6 +377,15 @@ deploy-test-cuda: $(INSTALLED)
 slurm-test: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/deploy/slurm $(PYTEST)
 
+launchers-test: $(LAUNCHERS)/.installed planners
+	@$(LAUNCHERS)/bin/python -m pytest tests/deploy/ray tests/deploy/skypilot $(PYTEST)
+
+$(LAUNCHERS)/.installed: $(INSTALLED)
+	$(call beside,$(LAUNCHERS))
+	@$(LAUNCHERS)/bin/pip install --quiet --constraint $(LAUNCHERS)/constraints.txt \
+	  "ray[train]>=2.50" "skypilot>=0.10"
+	@touch $@
+
 alerts-test: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/alerts --durations=10 $(PYTEST)
 
@@ -425,4 +436,4 @@ $(DEMO_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(OTHERS) $(NEWEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(OTHERS) $(NEWEST) $(LAUNCHERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

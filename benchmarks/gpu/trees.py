@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def samples_of(group: str, vocabulary: int) -> list[torch.Tensor]:
 def operations(group: str, shape: ModelShape, *, shared: bool) -> float:
     """Of a step: layers are computed twice forward but for attention, and the head too."""
     levels, total = levels_of(group), 0.0
-    n_leaves, nodes, offset = torch.tensor([n for n, _ in levels]).prod().item(), 1, 0
+    n_leaves, nodes, offset = math.prod(n for n, _ in levels), 1, 0
     layer = (shape.matrix_weights - shape.hidden * shape.vocabulary) / shape.layers
     for depth, (n, length) in enumerate(levels):
         nodes *= n

@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,9 +54,10 @@ def test_a_sleeping_model_leaves_the_device_and_wakes_in_time(tmp_path: Path) ->
     lengths = [30000, 1, 2767]
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     ids = torch.randint(64, positions.shape).cuda()
+    auto: Any = AutoModelForCausalLM
     with torch.device("cuda"):
         model, plain = (
-            AutoModelForCausalLM.from_config(
+            auto.from_config(
                 AutoConfig.for_model("llama", **SIZES),
                 attn_implementation=attention,
                 dtype=torch.bfloat16,

@@ -1,0 +1,1 @@
+"""Fine-tuning as a job of Ray's."""
