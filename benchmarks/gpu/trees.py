@@ -80,7 +80,7 @@ def operations(group: str, shape: ModelShape, *, shared: bool) -> float:
         nodes *= n
         times = nodes if shared else n_leaves
         pairs = times * (length * offset + length * (length + 1) // 2)
-        attended = sum(shape.attention.qk_flops(pairs, backward) for backward in (False, True))
+        attended = shape.attention.qk_flops(pairs) + shape.attention.qk_flops(pairs, backward=True)
         head = shape.hidden * shape.vocabulary if depth else 0
         total += shape.layers * (8 * times * length * layer + attended) + 8 * times * length * head
         offset += length
