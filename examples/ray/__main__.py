@@ -69,7 +69,8 @@ def run(chosen: argparse.Namespace, arguments: list[str]) -> None:
     try:
         for rank in range(chosen.hosts):
             there = PlacementGroupSchedulingStrategy(hosts, placement_group_bundle_index=rank)
-            placed = Pool.options(scheduling_strategy=there, num_gpus=bundle.get("GPU", 0))
+            actor: Any = Pool
+            placed = actor.options(scheduling_strategy=there, num_gpus=bundle.get("GPU", 0))
             pools.append(placed.remote(rank, options))
             if rank == 0:
                 address = ray.get(pools[0].control_plane.remote())
