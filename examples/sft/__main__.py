@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from transformers import AutoConfig, Mxfp4Config
+from transformers import AutoConfig
+from transformers.utils.quantization_config import Mxfp4Config
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 import distca
