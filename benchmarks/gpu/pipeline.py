@@ -39,7 +39,6 @@ from benchmarks.gpu.end_to_end import gathered, settle, start_control_plane
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.methods import RankSettings
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
-from benchmarks.gpu.training.pipeline_pictures import save_pipelines
 from benchmarks.gpu.training.pipeline_rank import N_HALVES, PipelineWay, Stages
 from benchmarks.gpu.training.pipeline_report import disagreements, show
 from benchmarks.gpu.training.pipeline_ways import (
@@ -372,10 +371,6 @@ def main(
     ] = False,
     deadline: Annotated[float, typer.Option(help="Seconds for everything.")] = 540.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    timeline_png: Annotated[
-        Path | None,
-        typer.Option(help="Picture of a step of the first batch in all ways, first microbatches."),
-    ] = None,
 ) -> None:
     """Training steps in a pipeline, in several ways.
 
@@ -420,10 +415,6 @@ def main(
     title = f"{device_name(torch.device(device))}, {title}"
     keep(found)
     show(asdict(plan), found, title)
-    if timeline_png is not None:
-        n = plan.microbatches[0]
-        first = [case for case in found if case["microbatches"] == n]
-        save_pipelines(first, f"{title}, m = {n}", timeline_png)
     wrong = disagreements(asdict(plan), found)
     if verify and wrong:
         raise SystemExit("\n".join(wrong))

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from benchmarks.rank_group import RankGroup, begin_rank
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from distca.apps.local.supervisor import Supervisor
-from trainer_client import Placement
 from trainer_client.loops.token_scores import Head, score
 
 Scorer = Callable[[torch.Tensor, Head], list[torch.Tensor]]
@@ -130,9 +130,10 @@ class Loop:
         self._ddp = DistributedDataParallel(Policy(model))
         self._optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=device.type == "cuda")
 
-    def run(self) -> list[dict[str, float]]:
+    def run(self) -> tuple[list[float], list[float], float, float]:
+        """Seconds of each measured step, losses and the first gradient's norm of all, and GiB."""
         n_scored = sum(len(sample) - self._prompt for sample in self._samples)
-        found = []
+        seconds, losses, norms = [], [], []
         for _ in range(self._chosen.warm_ups + self._chosen.steps):
             began, total = time.perf_counter(), 0.0
             batches = [*(self._tree() if self._chosen.way == "tree" else self._rows())]
@@ -143,15 +144,16 @@ class Loop:
                     loss = -sum((a * logs.sum() for logs, a in pairs), torch.zeros(())) / n_scored
                     (loss * self._n_ranks).backward()
                 total += loss.item()
-            norm = nn.utils.clip_grad_norm_(self._ddp.parameters(), 1.0).item()
+            norms.append(nn.utils.clip_grad_norm_(self._ddp.parameters(), 1.0).item())
             self._optimizer.step()
             self._optimizer.zero_grad()
-            if self._device.type == "cuda":
+            on_gpu = self._device.type == "cuda"
+            if on_gpu:
                 torch.cuda.synchronize()
-            found.append({"seconds": time.perf_counter() - began, "loss": total, "norm": norm})
-        if self._device.type == "cuda":
-            found[-1]["gib"] = torch.cuda.max_memory_reserved() / 2**30
-        return found
+            seconds.append(time.perf_counter() - began)
+            losses.append(total)
+        gib = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else 0.0
+        return seconds[self._chosen.warm_ups :], losses, norms[0], gib
 
     def _tree(self) -> Iterator[Batch]:
         tree = distca.pack_tree(
@@ -174,27 +176,21 @@ class Loop:
             watch = Stopwatch(self._device)
             attention.use(attention.WholeDocuments(kernel, manifest, self._device, watch))
             positions = torch.cat([torch.arange(len(sample)) for sample in packed])
-            predicting = (positions >= self._prompt - 1).nonzero()[:, 0]
             ends = torch.tensor([len(sample) for sample in packed]).cumsum(0) - 1
-            predicting = predicting[~torch.isin(predicting, ends)]
-            tokens = torch.cat(packed)[predicting + 1]
-            counts = [len(sample) - self._prompt for sample in packed]
-
-            def scorer(
-                hidden: torch.Tensor,
-                head: Head,
-                at: torch.Tensor = predicting,
-                tokens: torch.Tensor = tokens,
-                counts: list[int] = counts,
-            ) -> list[torch.Tensor]:
-                rows = hidden[0, at.to(hidden.device)]
-                (logs,) = score(rows, head, torch.arange(len(at)), tokens, 1.0, entropies=False)
-                return list(logs.split(counts))
-
+            scored = positions >= self._prompt - 1
+            scored[ends] = False
+            scorer = partial(self._scores, packed, scored.nonzero()[:, 0])
             inputs = {"input_ids": torch.cat(packed)[None], "position_ids": positions[None]}
             inputs = {name: each.to(self._device) for name, each in inputs.items()}
             advantages = [self._advantages[i] for i in mine[first : first + self._chosen.samples]]
             yield inputs, scorer, advantages
+
+    def _scores(
+        self, packed: list[torch.Tensor], at: torch.Tensor, hidden: torch.Tensor, head: Head
+    ) -> list[torch.Tensor]:
+        tokens, rows = torch.cat(packed)[at + 1], hidden[0, at.to(hidden.device)]
+        (logs,) = score(rows, head, torch.arange(len(at)), tokens, 1.0, entropies=False)
+        return list(logs.split([len(sample) - self._prompt for sample in packed]))
 
 
 def run_rank(chosen: argparse.Namespace) -> None:
@@ -210,14 +206,21 @@ def run_rank(chosen: argparse.Namespace) -> None:
     loop = Loop(chosen, device)
     with ExitStack() as stack:
         if chosen.way == "tree":
-            options: dict[str, Any] = {"placement": Placement.IN_PLACE, "data_host": "127.0.0.1"}
+            given: dict[str, Any] = {"placement": "in-place", "data_host": "127.0.0.1"}
+            address = chosen.control_plane
             stack.enter_context(
-                distca.attach(
-                    loop.model, control_plane=chosen.control_plane, profile_dir=folder, **options
-                )
+                distca.attach(loop.model, control_plane=address, profile_dir=folder, **given)
             )
-        found = loop.run()
-    (folder / f"{chosen.way}-{rank}.json").write_text(json.dumps(found))
+        seconds, losses, norm, gib = loop.run()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (seconds, losses, gib))
+    found = {
+        "seconds": [max(step) for step in zip(*(each[0] for each in ranks), strict=True)],
+        "losses": [sum(step) for step in zip(*(each[1] for each in ranks), strict=True)],
+        "norm": norm,
+        "gib": max(each[2] for each in ranks),
+    }
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -230,32 +233,21 @@ def shape_of(chosen: argparse.Namespace) -> ModelShape:
 
 
 def measure(chosen: argparse.Namespace, group: str, way: str, address: str) -> dict[str, Any]:
-    """Runs a way in processes of its own; returns what the ranks found, the slowest's seconds."""
+    """Runs a way in processes of its own; returns what they found, nothing if one failed."""
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--groups={group}", f"--way={way}", f"--control-plane={address}"]
         command = [sys.executable, "-m", "benchmarks.gpu.trees", *sys.argv[1:], *own]
-        group_of_ranks = RankGroup(
+        ranks = RankGroup(
             [*command, f"--folder={folder}"],
             chosen.gpus,
             Path(folder),
             limit_seconds=chosen.limit_seconds,
         )
-        if any(group_of_ranks.wait()):
-            print(f"{group} as {way} did not end rightly:\n{group_of_ranks.tails(40)}", flush=True)
+        if any(ranks.wait()):
+            print(f"{group} as {way} did not end rightly:\n{ranks.tails(40)}", flush=True)
             return {}
-        ranks = [
-            json.loads(Path(folder, f"{way}-{rank}.json").read_text())
-            for rank in range(chosen.gpus)
-        ]
-    steps = [max(each) for each in zip(*([s["seconds"] for s in r] for r in ranks), strict=True)]
-    return {
-        "seconds": steps[chosen.warm_ups :],
-        "losses": [
-            sum(each) for each in zip(*([s["loss"] for s in r] for r in ranks), strict=True)
-        ],
-        "norm": ranks[0][0]["norm"],
-        "gib": max(rank[-1].get("gib", 0.0) for rank in ranks),
-    }
+        found: dict[str, Any] = json.loads(Path(folder, "found-0.json").read_text())
+        return found
 
 
 def parse() -> argparse.Namespace:
@@ -295,7 +287,7 @@ def main() -> None:
                 found = measure(chosen, group, way, address)
                 if not found:
                     continue
-                rates.append(n_samples * len(found["seconds"]) / sum(found["seconds"]))
+                rates.append(n_samples * chosen.steps / sum(found["seconds"]))
                 gain = ""
                 if way == "tree" and len(rates) == 2:
                     gain = f"{rates[1] / rates[0]:.2f} of {work[0] / work[1]:.2f}"
