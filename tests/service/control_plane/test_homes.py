@@ -31,7 +31,8 @@ OPTIONS = PlanningOptions(tolerance=0.05)
 def test_every_rank_holds_exactly_its_tokens(
     lengths: list[int], n_ranks: int, n_nano_batches: int
 ) -> None:
-    documents = lengths + [1] * (-sum(lengths) % n_ranks + n_ranks * max(lengths))
+    ones = n_ranks * n_nano_batches * max(lengths)
+    documents = lengths + [1] * (-sum(lengths) % n_ranks + ones)
     tokens = sum(documents) // n_ranks
     packed, again = (
         plan_homes(

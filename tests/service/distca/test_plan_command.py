@@ -190,8 +190,3 @@ def test_options_change_what_is_planned(
     flat_profile(1e-9).save(profile)
     found = run(*DRAWN, *SMALL, *(each.format(profile=profile) for each in options))
     assert (found != printed) is changes
-
-
-def test_an_endless_byte_budget_is_none() -> None:
-    found = [run(*DRAWN, *SMALL, "--byte-budget", budget) for budget in ("1e300", "1e6")]
-    assert found[0] == found[1]

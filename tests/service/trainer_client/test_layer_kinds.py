@@ -59,7 +59,7 @@ def test_a_document_over_all_ranks_is_cut_at_chunks(
 ) -> None:
     layers = [Layer(chunk=100), Layer(sinks=True), Layer(window=1)]
     with Team(pool_of_four, 2, make_shape(), layers=layers, interleave=interleave) as team:
-        team.check(spanning(2, 450))
+        team.check(spanning(2, 400))  # Ranks are cut at a chunk's border.
 
 
 @pytest.mark.parametrize("head_groups", [1, 2])
