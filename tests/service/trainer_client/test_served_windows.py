@@ -33,13 +33,13 @@ LAYERS = [
 
 
 THREE_RANKS = {
-    "one document": in_halves(3, 601),
+    "one document": in_halves(3, 307),
     "of six tokens": in_halves(3, 6),
     "pieces shorter than the window": in_halves(3, 60),
     "a window a piece": in_halves(3, 6 * WINDOW),
     "one token more": in_halves(3, 6 * WINDOW + 6),
     "among others": in_halves(3, 40, 3, 120, 2, 1, 300, 7),
-    "many tiny documents": in_halves(3, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
+    "many tiny documents": in_halves(3, *[1, 2, 3, 1, 5] * 6, 64, *[2, 1] * 8),
     "against the order of ranks": pieces(
         "1:60-90/90 | 2:33-50/50", "1:30-60/90 | 2:10-33/50", "1:0-30/90 | 2:0-10/50"
     ),
@@ -172,9 +172,9 @@ def test_ranks_in_processes_of_their_own_match_the_reference(
         keep_profile(pool_of_four.folder, shape, each)
     layers = [Layer(window=40, sinks=True), Layer(), Layer(window=1000)]
     steps = [
-        in_halves(2, 601),
-        in_halves(2, 40, 3, 120, 2, 1, 3000, 7),
-        in_halves(2, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
+        in_halves(2, 301),
+        in_halves(2, 40, 3, 120, 2, 1, 3000 if device == "cuda" else 300, 7),
+        in_halves(2, *[1, 2, 3, 1, 5] * 6, 64, *[2, 1] * 8),
     ]
     options = {
         "control_plane": pool_of_four.address,
