@@ -270,7 +270,7 @@ UNSERVED_CASES = (
         **{"n_chunks": 2, "layers": (0, 1, 2, 1), "windowed": (3,), **POOL},
     ),
     replace(
-        halved("windows alone, weights later, cut in two, over replicas", split, 2, 3, spans=True),
+        halved("windows alone, weights later, cut in two", split, 2, 3),
         **{"layers": (2, 1), "windowed": (0,), **LATER},
     ),
 )

@@ -135,23 +135,6 @@ def test_a_choice_of_backends_is_a_lanes_own(pool_of_four: Cluster) -> None:
     compare_gradients(model, local)
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_state_that_halves_mix_is_named(
-    pool_of_four: Cluster, turns: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A hook keeps the last output, which is the other half's by the time it is read."""
-    model, _ = pair()
-    (row,) = make_batches(lengths=([40, 30],))
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda mlp, _, output: setattr(mlp, "last", output))
-    with attached(pool_of_four, model, f"mixed-{turns}", turns=turns):
-        for _ in range(2):
-            model(**row).loss.backward()
-    named = [each.message for each in caplog.records if "on its modules" in each.message]
-    assert len(named) == turns - 1
-    assert all("keeps layers.0.mlp.last" in message for message in named)
-
-
 class Outputs(NamedTuple):
     """What a decoder may give."""
 
