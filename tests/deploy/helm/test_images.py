@@ -50,9 +50,11 @@ def commands_of_installing(document: Path) -> list[tuple[dict[str, str], str]]:
             named = line
         elif released := RELEASED.search(line):
             assert released[2] == VERSION
-            install = RELEASED.sub(r"helm/distca --set image.registry=\1", line)
+            # Pushed under small letters, whoever owns it.
+            registry = released[1].lower()
+            install = RELEASED.sub(f"helm/distca --set image.registry={registry}", line)
             variant = "cpu" if "cpu-values" in line else "cuda"
-            shown.append(({"REGISTRY": released[1], "VARIANT": variant}, install))
+            shown.append(({"REGISTRY": registry, "VARIANT": variant}, install))
         elif line.startswith("helm install distca "):
             shown.append((dict(re.findall(r"(\w+)=(\S+)", named)), line))
     return shown
