@@ -504,10 +504,7 @@ def main(
     """Training steps with core attention spread in several ways."""
     model = ModelShape(layers=layers, vocabulary=vocabulary)
     if tiny:
-        model = ModelShape(
-            layers=layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=512,
-            dtype="float32" if device == "cpu" else "bfloat16",
-        )  # fmt: skip
+        model = ModelShape.tiny(layers, device)
     plan = Plan(
         model=model,
         tokens_per_rank=tokens_per_rank,

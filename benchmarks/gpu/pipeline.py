@@ -379,9 +379,12 @@ def main(
     minutes, m = 8 about 9: two calls. With --stages 2 a step takes twice as long for the
     same layers: give --layers 4. At --deadline it ends, and shows what it has.
     """
+    model = ModelShape(layers=layers, vocabulary=vocabulary)
+    if tiny:
+        model = ModelShape.tiny(layers, device, vocabulary)
     try:
         plan = Plan(
-            model=_model(layers, vocabulary, device, tiny=tiny),
+            model=model,
             stages=stages,
             microbatches=tuple(int(n) for n in microbatches.split(",")),
             tokens=tokens,
@@ -418,15 +421,6 @@ def main(
     wrong = disagreements(asdict(plan), found)
     if verify and wrong:
         raise SystemExit("\n".join(wrong))
-
-
-def _model(layers: int, vocabulary: int, device: str, *, tiny: bool) -> ModelShape:
-    if not tiny:
-        return ModelShape(layers=layers, vocabulary=vocabulary)
-    return ModelShape(
-        layers=layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=vocabulary,
-        dtype="float32" if device == "cpu" else "bfloat16",
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

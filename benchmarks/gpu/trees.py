@@ -225,11 +225,9 @@ def run_rank(chosen: argparse.Namespace) -> None:
 
 
 def shape_of(chosen: argparse.Namespace) -> ModelShape:
-    if not chosen.tiny:
-        return ModelShape(layers=chosen.layers)
-    sizes: dict[str, Any] = {"hidden": 64, "feed_forward": 96, "heads": 4, "kv_heads": 2}
-    dtype = "float32" if chosen.device == "cpu" else "bfloat16"
-    return ModelShape(layers=2, vocabulary=512, dtype=dtype, **sizes)
+    if chosen.tiny:
+        return ModelShape.tiny(2, chosen.device)
+    return ModelShape(layers=chosen.layers)
 
 
 def measure(chosen: argparse.Namespace, group: str, way: str, address: str) -> dict[str, Any]:

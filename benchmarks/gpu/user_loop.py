@@ -413,10 +413,7 @@ def main() -> None:
     os.environ["PATH"] += f":{DRIVER_FOLDERS}"
     shape = ModelShape(layers=chosen.layers)
     if chosen.tiny:
-        shape = ModelShape(
-            layers=chosen.layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=512,
-            dtype="float32" if chosen.device == "cpu" else "bfloat16",
-        )  # fmt: skip
+        shape = ModelShape.tiny(chosen.layers, chosen.device)
     results = []
     # Beside plain packing, which needs no planner.
     compiling = subprocess.Popen([sys.executable, "-c", COMPILE])

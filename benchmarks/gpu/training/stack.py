@@ -36,6 +36,14 @@ class ModelShape:
     vocabulary: int = 128256
     dtype: str = "bfloat16"
 
+    @classmethod
+    def tiny(cls, layers: int, device: str, vocabulary: int = 512) -> ModelShape:
+        """To try a program: in float32 on a CPU."""
+        return cls(
+            layers=layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=vocabulary,
+            dtype="float32" if device == "cpu" else "bfloat16",
+        )  # fmt: skip
+
     @property
     def attention(self) -> AttentionShape:
         """Of its core attention."""

@@ -21,6 +21,9 @@ OPEN_SECRET = b"distca doctor: no secret"
 _CHILD_START_SECONDS = 60.0
 """It imports PyTorch, on a machine that may be busy."""
 
+_CHILD_END_SECONDS = 10.0
+"""A driver may hold up a process that is killed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResponderSettings:
@@ -29,7 +32,7 @@ class ResponderSettings:
     Attributes:
         host: address of this machine.
         device: ``"cpu"`` or ``"cuda:<index>"``.
-        transport: ``"auto"``, ``"ucxx"`` or ``"nixl"``.
+        transport: ``"auto"``, ``"ucxx"``, ``"nixl"`` or ``"nixl:libfabric"``.
         one_host: use shared memory.
     """
 
@@ -54,7 +57,7 @@ def child_responder(settings: ResponderSettings) -> Iterator[Address]:
         yield _address_of(ours)
     finally:
         child.kill()
-        child.join()
+        child.join(_CHILD_END_SECONDS)
 
 
 def _address_of(pipe: Pipe) -> Address:
